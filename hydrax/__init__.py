@@ -1,0 +1,50 @@
+"""Hydrax: zero-copy, multiprocess data loading for JAX.
+
+A :class:`Dataloader` forks loader processes that run your loader function straight into shared
+memory; the training loop gets :class:`TrainingBatch` and :class:`ValidationBatch` objects whose
+``jax.Array``s are that memory.
+
+Importing this package does not import JAX, so that loader processes stay free of it.
+"""
+
+from hydrax._batch import Batch, TrainingBatch, ValidationBatch
+from hydrax._context import LoaderContext, is_worker, loader_context
+from hydrax._datagroup import DataGroup
+from hydrax._dataloader import Dataloader
+from hydrax._references import debug_batch_references
+from hydrax._specs import ArrayLayout
+from hydrax._version import __version__
+from hydrax.errors import (
+    ArenaMemoryError,
+    BatchTimeoutError,
+    HydraxError,
+    ImageError,
+    LoaderError,
+    UnwrittenArrayError,
+    ValueRangeError,
+    WorkerDiedError,
+    WorkerStartError,
+)
+
+__all__ = [
+    "ArenaMemoryError",
+    "ArrayLayout",
+    "Batch",
+    "BatchTimeoutError",
+    "DataGroup",
+    "Dataloader",
+    "HydraxError",
+    "ImageError",
+    "LoaderContext",
+    "LoaderError",
+    "TrainingBatch",
+    "UnwrittenArrayError",
+    "ValidationBatch",
+    "ValueRangeError",
+    "WorkerDiedError",
+    "WorkerStartError",
+    "__version__",
+    "debug_batch_references",
+    "is_worker",
+    "loader_context",
+]

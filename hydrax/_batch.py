@@ -1,0 +1,290 @@
+"""Batches as the training loop gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
+
+from hydrax import _core
+from hydrax._datagroup import DataGroup
+from hydrax._schedule import PlannedBatch
+from hydrax._specs import ArrayLayout
+
+if TYPE_CHECKING:
+    import jax
+
+__all__ = ["Batch", "TrainingBatch", "ValidationBatch", "make_batch"]
+
+D = TypeVar("D")
+
+_NO_ADDITIONAL: Mapping[str, list[Any]] = MappingProxyType({})
+
+
+class _BatchData(Sequence[D], Generic[D]):
+    """The descriptors of a batch's items; looked up when asked for."""
+
+    __slots__ = ("_data", "_indices")
+
+    def __init__(self, data: Sequence[D], indices: Sequence[int]) -> None:
+        self._data = data
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, index: int) -> D: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[D]: ...
+    def __getitem__(self, index: int | slice) -> D | Sequence[D]:
+        if isinstance(index, slice):
+            return _BatchData(self._data, self._indices[index])
+        return self._data[self._indices[index]]
+
+    def __repr__(self) -> str:
+        return f"<descriptors of {len(self)} items>"
+
+
+class Batch(Generic[D]):
+    """One batch of loaded items: the common part of :class:`TrainingBatch` and
+    :class:`ValidationBatch`.
+
+    Batches are made by a :class:`~hydrax.Dataloader` only. A batch takes one of the Dataloader's
+    ``depth`` slots for as long as one of its arrays lives, in whatever variable, container or
+    running computation. Let go of it (``del batch``) before the next one is asked for, or take a
+    :meth:`copy` of what is to be kept.
+    """
+
+    __slots__ = ("__weakref__", "_additional", "_arrays", "_group", "_indices", "_planned")
+
+    _group: DataGroup[D]
+    _planned: PlannedBatch
+    _arrays: Mapping[str, jax.Array]
+    _additional: Mapping[str, list[Any]]
+    _indices: list[int] | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("batches are made by a Dataloader only")
+
+    @property
+    def arrays(self) -> Mapping[str, jax.Array]:
+        """Array name to jax.Array of shape ``(batch_size, *shape)``; read-only."""
+        return self._arrays
+
+    def get_array(self, name: str) -> jax.Array:
+        """One of the arrays.
+
+        Raises:
+            KeyError: No array has this name; the message lists those there are.
+        """
+        try:
+            return self._arrays[name]
+        except KeyError:
+            raise KeyError(f"no array {name!r}; there are {sorted(self._arrays)}") from None
+
+    @property
+    def additional(self) -> Mapping[str, list[Any]]:
+        """What the loader function returned: key to one value per item; read-only.
+
+        None stands where an item returned no such key; a key that no item returned is missing.
+        """
+        return self._additional
+
+    def get_additional(self, key: str, index: int | None = None, *, default: Any = None) -> Any:
+        """What the loader function returned under a key.
+
+        Args:
+            key: The key.
+            index: Item within the batch, or None for the list of all.
+            default: Stands in for a key that no item of this batch returned.
+
+        Returns:
+            The list, the item's value, or default.
+        """
+        values = self._additional.get(key)
+        if values is None:
+            return default
+        return values if index is None else values[index]
+
+    @property
+    def data(self) -> Sequence[D]:
+        """The items' descriptors, ``group[i]`` for each of ``indices``."""
+        return _BatchData(self._group.data, self.indices)
+
+    def get_data(self, index: int) -> D:
+        """Descriptor of one item, counted within the batch."""
+        return self._group.data[self.indices[index]]
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """Position of each item in the DataGroup."""
+        if self._indices is None:
+            self._indices = self._planned.plan.indices()
+        return self._indices
+
+    @property
+    def group(self) -> DataGroup[D]:
+        """The DataGroup that the items belong to."""
+        return self._group
+
+    @property
+    def group_index(self) -> int:
+        """Which of the training, or of the validation groups that is."""
+        return self._planned.group_index
+
+    @property
+    def layouts(self) -> Mapping[str, ArrayLayout]:
+        """Layouts of the arrays; see :attr:`DataGroup.loader_layouts`."""
+        return self._group.loader_layouts
+
+    @property
+    def is_training(self) -> bool:
+        """Whether this is a :class:`TrainingBatch`."""
+        return self._planned.kind == _core.TRAINING
+
+    @property
+    def is_validation(self) -> bool:
+        """Whether this is a :class:`ValidationBatch`."""
+        return self._planned.kind == _core.VALIDATION
+
+    @property
+    def uncached(self) -> bool:
+        """Whether the loader function loaded it; always, as there is no disk cache yet."""
+        return True
+
+    def cache(
+        self,
+        arrays: Mapping[str, jax.Array],
+        additional: Mapping[str, Sequence[Any]] | None = None,
+        *,
+        persist: bool = True,
+    ) -> None:
+        """Keep the batch in the disk cache, which is not available yet.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError("the disk cache (Batch.cache) is not available yet")
+
+    def copy(self) -> Batch[D]:
+        """The same batch with arrays of their own, which outlive the slot.
+
+        Example:
+            >>> kept = []
+            >>> for batch in dataloader:
+            ...     kept.append(batch.copy())
+        """
+        import jax.numpy as jnp
+
+        copied = {name: jnp.array(array, copy=True) for name, array in self._arrays.items()}
+        # The slot may be filled anew as soon as the caller lets go of this batch.
+        for array in copied.values():
+            array.block_until_ready()
+        batch: Batch[D] = object.__new__(type(self))
+        batch._group = self._group
+        batch._planned = self._planned
+        batch._arrays = MappingProxyType(copied)
+        batch._additional = self._additional
+        batch._indices = self._indices
+        return batch
+
+    def block_until_ready(self) -> Batch[D]:
+        """Wait until the arrays are where they belong; returns the batch.
+
+        On the CPU they are there from the start; on another device their transfer may still go on.
+        """
+        for array in self._arrays.values():
+            array.block_until_ready()
+        return self
+
+    def __len__(self) -> int:
+        return self._group.batch_size
+
+    def _describe(self) -> str:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        arrays = ", ".join(
+            f"{name}: {array.dtype.name}{list(array.shape)}" for name, array in self._arrays.items()
+        )
+        return f"<{type(self).__name__} {self._describe()}, {arrays}>"
+
+
+class TrainingBatch(Batch[D]):
+    """A batch to train on."""
+
+    __slots__ = ()
+
+    @property
+    def epoch(self) -> int:
+        """Training epoch, counted from 0."""
+        return self._planned.epoch
+
+    @property
+    def epoch_batch(self) -> int:
+        """Position within the epoch, counted from 0."""
+        return self._planned.epoch_batch
+
+    @property
+    def batch_num(self) -> int:
+        """Position among all training batches, counted from 0."""
+        return self._planned.batch_num
+
+    @property
+    def seed(self) -> int:
+        """Seed of the batch as a whole, below 2**31."""
+        return self._planned.seed
+
+    @property
+    def seeds(self) -> Sequence[int]:
+        """The seed that the loader function was given with each item, below 2**31."""
+        return self._planned.plan.seeds()
+
+    def _describe(self) -> str:
+        return f"{self.batch_num} (epoch {self.epoch}, batch {self.epoch_batch})"
+
+
+class ValidationBatch(Batch[D]):
+    """A batch to validate on."""
+
+    __slots__ = ()
+
+    @property
+    def validation_epoch(self) -> int:
+        """Number of the validation run, counted from 0."""
+        return self._planned.epoch
+
+    @property
+    def validation_epoch_batch(self) -> int:
+        """Position within the validation run, counted from 0."""
+        return self._planned.epoch_batch
+
+    @property
+    def validation_batch_num(self) -> int:
+        """Position among all validation batches, counted from 0."""
+        return self._planned.batch_num
+
+    def _describe(self) -> str:
+        return (
+            f"{self.validation_batch_num} "
+            f"(run {self.validation_epoch}, batch {self.validation_epoch_batch})"
+        )
+
+
+def make_batch(
+    group: DataGroup[D],
+    planned: PlannedBatch,
+    arrays: dict[str, jax.Array],
+    additional: dict[str, list[Any]] | None,
+) -> Batch[D]:
+    """A batch, for the Dataloader."""
+    batch: Batch[D] = object.__new__(
+        TrainingBatch if planned.kind == _core.TRAINING else ValidationBatch
+    )
+    batch._group = group
+    batch._planned = planned
+    batch._arrays = MappingProxyType(arrays)
+    batch._additional = _NO_ADDITIONAL if additional is None else MappingProxyType(additional)
+    batch._indices = None
+    return batch

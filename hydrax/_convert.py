@@ -1,0 +1,83 @@
+"""Values from the dtype that a loader fills to the one that JAX gets, without silent damage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from hydrax.errors import ValueRangeError
+
+__all__ = ["convert"]
+
+
+def _is_integer(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind in "iu" or dtype.name.startswith(("int", "uint"))
+
+
+def _integer_range(dtype: np.dtype[Any]) -> tuple[int, int]:
+    info = np.iinfo(dtype) if dtype.kind in "iu" else ml_dtypes.iinfo(dtype)
+    return int(info.min), int(info.max)
+
+
+def convert(name: str, source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> None:
+    """Copy source into target, whose dtype is another one.
+
+    Fractions are rounded as NumPy does; only values that the target cannot hold are refused.
+
+    Args:
+        name: Name of the array, for messages.
+        source: Loaded values of any shape; the first dimension counts items.
+        target: Array of the same shape to write to.
+
+    Raises:
+        ValueRangeError: An integer is out of the target's range, or a finite number would become
+            infinite or NaN. ``error.item`` is the position in the first dimension.
+
+    Example:
+        >>> target = np.empty(2, np.int32)
+        >>> convert("x", np.array([1, 2**31]), target)
+        Traceback (most recent call last):
+        ...
+        hydrax.errors.ValueRangeError: array 'x': 2147483648 does not fit int32; ...
+    """
+    if _is_integer(target.dtype):
+        bad = _outside(source, *_integer_range(target.dtype))
+        if bad is None and source.dtype.kind not in "iub":
+            with np.errstate(invalid="ignore"):
+                np.copyto(target, source.astype(np.float64).astype(np.int64), casting="unsafe")
+        elif bad is None:
+            np.copyto(target, source, casting="unsafe")
+    else:
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.copyto(target, source, casting="unsafe")
+        bad = None
+        if target.dtype.kind not in "b" and not np.can_cast(source.dtype, target.dtype, "safe"):
+            bad = np.isfinite(source) & ~np.isfinite(target)
+    if bad is not None and bad.any():
+        position = tuple(int(index) for index in np.argwhere(bad)[0])
+        raise ValueRangeError(
+            f"array {name!r}: {source[position]} does not fit {target.dtype.name}; "
+            "choose a wider jax_dtype"
+            + (", or set jax_enable_x64" if source.dtype.itemsize == 8 else ""),
+            item=position[0],
+        )
+
+
+def _outside(source: np.ndarray[Any, Any], low: int, high: int) -> np.ndarray[Any, Any] | None:
+    """Where source is outside [low, high] or no number, or None if it is nowhere so."""
+    if source.size == 0 or source.dtype.kind == "b":
+        return None
+    if source.dtype.kind in "iu":
+        if int(source.min()) >= low and int(source.max()) <= high:
+            return None
+        below = source < low if int(np.iinfo(source.dtype).min) < low else False
+        above = source > high if int(np.iinfo(source.dtype).max) > high else False
+        return np.asarray(below | above)
+    # In float64 low and high + 1 are exact, which high itself need not be.
+    values = source.astype(np.float64)
+    bad = ~((values > low - 1) & (values < high + 1))
+    if high + 1 > 2**53:
+        bad |= values < low
+    return bad

@@ -1,0 +1,215 @@
+"""DataGroup: a data set, its batch size and the arrays that an item is loaded into."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Literal, TypeVar, overload
+
+import numpy as np
+
+from hydrax._specs import ArrayLayout, ArraySpec, lay_out, parse_specs
+
+__all__ = ["DataGroup"]
+
+logger = logging.getLogger(__name__)
+
+D = TypeVar("D")
+
+ShuffleMode = Literal["repeat", "reseed", "itemwise", "batchwise", "default"]
+_SHUFFLE_MODES = ("repeat", "reseed", "itemwise", "batchwise", "default")
+
+
+def check_int(name: str, value: Any, *, minimum: int) -> int:
+    """Value as an int of at least minimum, or an error that names the argument.
+
+    Example:
+        >>> check_int("depth", 3, minimum=1)
+        3
+    """
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} is {value!r}; expected an int")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; expected an int") from None
+    if number < minimum:
+        raise ValueError(f"{name} is {number}; it must be at least {minimum}")
+    return number
+
+
+def _as_sequence(data: Any) -> Sequence[Any]:
+    """The data as something with a length and items by position."""
+    kind = type(data)
+    if kind.__module__.partition(".")[0] == "pandas" and kind.__name__ == "DataFrame":
+        raise TypeError(
+            "data is a pandas DataFrame, whose items are its columns; "
+            "use hydrax.pandas.RowData(dataframe) for its rows"
+        )
+    has_positions = hasattr(kind, "__len__") and hasattr(kind, "__getitem__")
+    if has_positions and not isinstance(data, Mapping):
+        return data  # type: ignore[no-any-return]
+    if isinstance(data, Iterable):
+        return list(data)
+    raise TypeError(f"data is {kind.__name__}; expected a sequence or a finite iterable")
+
+
+class DataGroup(Sequence[D], Generic[D]):
+    """Data of one kind: descriptors, a batch size, and the arrays that an item is loaded into.
+
+    A DataGroup is a sequence of the descriptors in ``data``. It holds no memory of its own and can
+    serve several Dataloaders.
+
+    Args:
+        batch_size: Items per batch, at least 1. Capped at ``len(data)``, so that a small data set
+            still gives one batch.
+        data: The items' descriptors: whatever the loader function needs to load an item. Anything
+            with a length and items by position, also one that computes them, such as a ``range``;
+            another finite iterable is turned into a list. Do not change it afterwards.
+        loader_arrays: ``{"name": (shape, numpy_dtype, jax_dtype)}``, with the shape of one item,
+            without the batch dimension; ``()`` is a scalar per item. The loader function fills
+            arrays of ``numpy_dtype``; JAX gets them as ``jax_dtype``. Where the two differ the
+            values are converted in the loader process, and one that does not fit is an error.
+        cache_arrays: Arrays of the disk cache, which is not available yet.
+        cache_location: Folder of the disk cache, which is not available yet.
+        cache_readonly: Never write to the disk cache.
+        seed: Of shuffling and of the items' seeds.
+        shuffle_first: Whether the first epoch is shuffled; otherwise it is in the data's order.
+        shuffle_later: What changes in later epochs. ``"repeat"``: nothing. ``"reseed"``: new
+            seeds, same order. ``"itemwise"``: a new order of the items, and new seeds.
+            ``"batchwise"``: a new order of the batches, which keep their items and seeds.
+            ``"default"``: ``"batchwise"`` with a cache_location, else ``"itemwise"``.
+
+    Raises:
+        TypeError: An argument is of the wrong kind.
+        ValueError: No data, a batch_size below 1, an unknown mode, a negative dimension.
+        NotImplementedError: A disk cache is asked for.
+
+    Items that do not fill a last batch are left out of an epoch; with ``"itemwise"`` shuffling
+    other items are left out each time.
+
+    Example:
+        >>> import numpy as np
+        >>> group = DataGroup(4, range(10), loader_arrays={"x": ((2,), np.float32, np.float32)})
+        >>> group.batch_count, group.loader_layouts["x"].shape, group[3]
+        (2, (4, 2), 3)
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        data: Iterable[D],
+        *,
+        loader_arrays: Mapping[str, tuple[Any, Any, Any]] | None = None,
+        cache_arrays: Mapping[str, tuple[Any, Any, Any]] | None = None,
+        cache_location: str | os.PathLike[str] | None = None,
+        cache_readonly: bool = False,
+        seed: int = 0,
+        shuffle_first: bool = False,
+        shuffle_later: ShuffleMode = "default",
+    ) -> None:
+        if cache_arrays is not None or cache_location is not None or cache_readonly:
+            raise NotImplementedError(
+                "the disk cache (cache_arrays, cache_location, cache_readonly) is not available "
+                "yet; leave these arguments out to load every batch"
+            )
+        wanted = check_int("batch_size", batch_size, minimum=1)
+        if shuffle_later not in _SHUFFLE_MODES:
+            raise ValueError(
+                f"shuffle_later is {shuffle_later!r}; expected one of {', '.join(_SHUFFLE_MODES)}"
+            )
+        if loader_arrays is None:
+            raise ValueError("loader_arrays is missing; name the arrays that an item is loaded to")
+        self._specs = parse_specs("loader_arrays", loader_arrays)
+        self._seed = check_int("seed", seed, minimum=-(2**63))
+        self._data = _as_sequence(data)
+        count = len(self._data)
+        if count == 0:
+            raise ValueError("data is empty; a DataGroup needs at least one item")
+        self._batch_size = min(wanted, count)
+        if self._batch_size < wanted:
+            logger.info("batch_size %d is capped at the %d items of data", wanted, count)
+        self._shuffle_first = bool(shuffle_first)
+        self._shuffle_later: ShuffleMode = (
+            "itemwise" if shuffle_later == "default" else shuffle_later
+        )
+        self._layouts, self._nbytes = lay_out(self._specs, self._batch_size)
+
+    @property
+    def batch_size(self) -> int:
+        """Items per batch: what was asked for, at most ``len(data)``."""
+        return self._batch_size
+
+    @property
+    def batch_count(self) -> int:
+        """Whole batches per epoch, at least 1."""
+        return len(self._data) // self._batch_size
+
+    @property
+    def loader_layouts(self) -> Mapping[str, ArrayLayout]:
+        """Array name to ``(shape with batch, NumPy dtype, JAX dtype, byte offset, elements)``."""
+        return self._layouts
+
+    @property
+    def loader_size(self) -> int:
+        """Bytes of one batch as the loader fills it."""
+        return self._nbytes
+
+    @property
+    def cache_layouts(self) -> Mapping[str, ArrayLayout] | None:
+        """Layouts of the cached arrays; None without a disk cache."""
+        return None
+
+    @property
+    def cache_size(self) -> int | None:
+        """Bytes of one cached batch; None without a disk cache."""
+        return None
+
+    @property
+    def data(self) -> Sequence[D]:
+        """The descriptors, as the sequence that was given or made."""
+        return self._data
+
+    @property
+    def specs(self) -> tuple[ArraySpec, ...]:
+        """The array specs, checked, in the given order."""
+        return self._specs
+
+    @property
+    def seed(self) -> int:
+        """Seed of shuffling and of the items' seeds."""
+        return self._seed
+
+    @property
+    def shuffle_first(self) -> bool:
+        """Whether the first epoch is shuffled."""
+        return self._shuffle_first
+
+    @property
+    def shuffle_later(self) -> ShuffleMode:
+        """What changes in later epochs, with ``"default"`` resolved."""
+        return self._shuffle_later
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    @overload
+    def __getitem__(self, index: int) -> D: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[D]: ...
+    def __getitem__(self, index: int | slice) -> D | Sequence[D]:
+        return self._data[index]
+
+    def __iter__(self) -> Iterator[D]:
+        return (self._data[index] for index in range(len(self._data)))
+
+    def __repr__(self) -> str:
+        arrays = ", ".join(
+            f"{spec.name}: {spec.jax_dtype.name}{list(spec.shape)}" for spec in self._specs
+        )
+        return (
+            f"<DataGroup of {len(self)} items, batch_size {self.batch_size}, "
+            f"{self.batch_count} batches per epoch, {arrays}>"
+        )

@@ -1,0 +1,690 @@
+"""Dataloader: the with block, the flow of batches, and what ends it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar
+
+from hydrax import _core, _context, _spawned
+from hydrax._batch import Batch, make_batch
+from hydrax._datagroup import DataGroup, check_int
+from hydrax._interrupt import InterruptHandler
+from hydrax._memory import available_nbytes, format_nbytes
+from hydrax._schedule import GroupOrder, PlannedBatch, Schedule, Validation
+from hydrax._specs import ArrayLayout, lay_out, placed_specs
+from hydrax._worker_main import ItemLoader, LoadFailure, LoadGroup, LoadJob
+from hydrax._workers import StartMethod, WorkerPool
+from hydrax.errors import ArenaMemoryError, BatchTimeoutError, LoaderError
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+
+__all__ = ["Dataloader"]
+
+logger = logging.getLogger(__name__)
+
+D = TypeVar("D")
+
+_START_METHODS = ("fork", "forkserver", "spawn")
+_LEASED = 4  # enum hx_slot_state
+
+LoaderFunc = Callable[..., Mapping[str, Any] | None]
+PlacementFunc = Callable[
+    [
+        "Mapping[str, np.ndarray[Any, Any]]",
+        Mapping[str, ArrayLayout],
+        Mapping[str, Sequence[Any]],
+        "DataGroup[Any]",
+    ],
+    "dict[str, jax.Array]",
+]
+
+
+class Dataloader(Generic[D]):
+    """Loads batches in processes of their own and hands them over without a copy.
+
+    Use it in a ``with`` block and iterate over it; see the example. It can be entered once.
+
+    Args:
+        loader_func: Called as ``loader_func(descriptor, arrays, seed)`` for each item, in a loader
+            process. ``arrays`` maps each name to a writable NumPy array, which is the item's place
+            in the batch and may hold data of an earlier one: fill all of it, and keep no reference.
+            ``seed`` is an int in [0, 2**31) for random augmentation, None for validation. What it
+            returns, a dict or None, becomes the item's entries in ``batch.additional``. It must not
+            use JAX.
+        training: The DataGroup to train on, or several; one pass over all of them is an epoch.
+        validation: ``("epoch" | "batch", interval, group or groups)``: a validation run follows
+            each ``interval`` training epochs or batches.
+        depth: Batches that can exist at a time: being loaded, waiting, or held by you.
+        loader_count: Loader processes. 0 loads in the main process, the same batches with the same
+            seeds, for debugging and breakpoints.
+        loader_nice: Added to the niceness of the loader processes.
+        cacher_count: Of the disk cache, which is not available yet; has no effect.
+        start_at: ``(epoch, batches)`` to skip before the first batch. The batches may be more than
+            an epoch has.
+        end_at: ``("epoch" | "batch", n)``: end after n epochs or training batches, counted from the
+            very beginning, not from start_at. None goes on until the block is left.
+        interleave_groups: Mix the training groups within an epoch, taking next the one of which
+            the smallest share has been used; otherwise one group comes after the other.
+        deterministic: Whether batches come in the planned order. Otherwise a later batch that is
+            ready may come before an earlier one that is not.
+        timeout_sec: Seconds after which waiting for a batch ends in :class:`BatchTimeoutError`; 0
+            or less waits for ever.
+        startup_func: Called once in each loader process before it loads.
+        placement_func: Called as ``placement_func(arrays, layouts, additional, group)`` with the
+            loaded NumPy arrays, which lie in shared memory; returns the jax.Arrays of the batch
+            under their names. The default places them on JAX's default device: on the CPU without
+            a copy.
+        start_method: ``"fork"`` starts in milliseconds and pickles nothing. ``"forkserver"`` and
+            ``"spawn"`` never inherit the threads of the main process; loader_func, startup_func and
+            the data must then be picklable.
+        batched: Whether loader_func takes many items in one call: a sequence of descriptors (a
+            NumPy array where the data is a ``range`` or a NumPy array), arrays with a leading
+            dimension for the items, and a sequence of seeds (None for validation). It returns a
+            dict with a sequence of one value per item under each key, or None.
+        debug: Whether to check that the loader function fills its arrays, at the price of calling
+            it again where in doubt. Also switched on by ``HYDRAX_DEBUG=1`` in the environment.
+
+    Raises:
+        TypeError: An argument is of the wrong kind.
+        ValueError: An argument has a value that cannot be.
+        RuntimeError: Constructed in a loader process.
+        ArenaMemoryError: ``depth`` batches do not fit the memory that is available.
+
+    Example:
+        >>> import numpy as np
+        >>> def load(number, arrays, seed):
+        ...     arrays["x"][:] = number
+        >>> group = DataGroup(2, range(4), loader_arrays={"x": ((3,), np.float32, np.float32)})
+        >>> with Dataloader(load, group, end_at=("epoch", 1)) as dataloader:
+        ...     for batch in dataloader:
+        ...         print(batch.epoch, batch.arrays["x"].sum())
+        ...         del batch
+        0 3.0
+        0 15.0
+    """
+
+    def __init__(
+        self,
+        loader_func: LoaderFunc,
+        training: DataGroup[D] | Iterable[DataGroup[D]],
+        *,
+        validation: tuple[str, int, DataGroup[D] | Iterable[DataGroup[D]]] | None = None,
+        depth: int = 3,
+        loader_count: int = 1,
+        loader_nice: int = 0,
+        cacher_count: int = 1,
+        start_at: tuple[int, int] = (0, 0),
+        end_at: tuple[str, int] | None = None,
+        interleave_groups: bool = True,
+        deterministic: bool = True,
+        timeout_sec: float = 60,
+        startup_func: Callable[[], None] | None = None,
+        placement_func: PlacementFunc | None = None,
+        start_method: StartMethod = "fork",
+        batched: bool = False,
+        debug: bool = False,
+    ) -> None:
+        if _context.is_worker():
+            raise RuntimeError(
+                "a Dataloader cannot be made in a loader process; if this is your script's top "
+                "level, put it under if __name__ == '__main__':"
+            )
+        for name, func in (
+            ("loader_func", loader_func),
+            ("startup_func", startup_func),
+            ("placement_func", placement_func),
+        ):
+            if not callable(func) and (func is not None or name == "loader_func"):
+                raise TypeError(f"{name} is {func!r}; expected a callable")
+        if start_method not in _START_METHODS:
+            raise ValueError(
+                f"start_method is {start_method!r}; expected one of {', '.join(_START_METHODS)}"
+            )
+        self._depth = check_int("depth", depth, minimum=1)
+        self._loader_count = check_int("loader_count", loader_count, minimum=0)
+        check_int("cacher_count", cacher_count, minimum=0)
+        self._timeout_s = _check_timeout(timeout_sec)
+        self._deterministic = bool(deterministic)
+        self._placement_func = placement_func
+        self._start_method: StartMethod = start_method
+        self._training = _check_groups("training", training)
+        mode, interval, self._validation = _check_validation(validation)
+        self._schedule = Schedule(
+            [_group_order(group, index) for index, group in enumerate(self._training)],
+            Validation(
+                mode,
+                interval,
+                tuple(_group_order(group, index) for index, group in enumerate(self._validation)),
+            )
+            if self._validation
+            else None,
+            start_at=_check_start(start_at),
+            end_at=_check_end(end_at),
+            interleave_groups=bool(interleave_groups),
+        )
+        if (
+            self._schedule.last_batch is not None
+            and self._schedule.last_batch < self._schedule.first_batch
+        ):
+            raise ValueError(
+                f"end_at {end_at} (batch {self._schedule.last_batch}) comes before start_at "
+                f"{start_at} (batch {self._schedule.first_batch}); both count from the beginning"
+            )
+        self._groups = (*self._training, *self._validation)
+        self._layouts, slot_nbytes = self._lay_out_slots()
+        self._job = LoadJob(
+            loader_func,
+            startup_func,
+            self._load_groups(),
+            len(self._training),
+            bool(batched),
+            bool(debug) or os.environ.get("HYDRAX_DEBUG", "0") not in ("", "0"),
+            check_int("loader_nice", loader_nice, minimum=-20),
+        )
+        self._packed_job: bytes | None = None
+        if start_method != "fork" and self._loader_count > 0:
+            self._packed_job = _spawned.pack_job(self._job)
+        self._arena_config = {
+            "slot_count": self._depth,
+            "slot_nbytes": max(slot_nbytes, 1),
+            "worker_count": max(self._loader_count, 1),
+            "group_count": len(self._groups),
+            "batch_capacity": max(group.batch_size for group in self._groups),
+            "is_batched": self._job.is_batched,
+        }
+        self._check_memory()
+
+        self._state: Literal["new", "running", "ended", "closed"] = "new"
+        self._arena: _core.Arena | None = None
+        self._pool: WorkerPool | None = None
+        self._inline: ItemLoader | None = None
+        self._place: Any = None
+        self._planner: Iterator[PlannedBatch] = iter(self._schedule)
+        self._next_planned: PlannedBatch | None = next(self._planner, None)
+        self._pending: deque[PlannedBatch] = deque()
+        self._interrupted = False
+        self._interrupt_handler = InterruptHandler(self.interrupt)
+        self._idle_ns = 0
+
+    def _lay_out_slots(self) -> tuple[list[Mapping[str, ArrayLayout]], int]:
+        """Layouts of each group's arrays in a slot, and the bytes of the largest."""
+        if self._placement_func is not None:
+            # It gets what the loader filled.
+            layouts = [group.loader_layouts for group in self._groups]
+            return layouts, max(group.loader_size for group in self._groups)
+        from hydrax._placement import canonical_dtypes
+
+        canonical = canonical_dtypes()
+        placed = [
+            lay_out(placed_specs(group.specs, canonical), group.batch_size)
+            for group in self._groups
+        ]
+        return [layouts for layouts, _ in placed], max(nbytes for _, nbytes in placed)
+
+    def _load_groups(self) -> tuple[LoadGroup, ...]:
+        return tuple(
+            LoadGroup(
+                group.data,
+                layouts,
+                {
+                    spec.name: spec.dtype
+                    for spec in group.specs
+                    if spec.dtype != layouts[spec.name].dtype
+                },
+                is_validation=index >= len(self._training),
+            )
+            for index, (group, layouts) in enumerate(
+                zip(self._groups, self._layouts, strict=True)
+            )
+        )
+
+    def _check_memory(self) -> None:
+        wanted = self.arena_nbytes
+        available = available_nbytes()
+        if wanted > available:
+            raise ArenaMemoryError(
+                f"{self._depth} batches (depth) need {format_nbytes(wanted)} ({wanted} bytes), but "
+                f"{format_nbytes(available)} ({available} bytes) of memory are available; lower "
+                "depth or batch_size"
+            )
+
+    @property
+    def arena_nbytes(self) -> int:
+        """Bytes of shared memory: depth times the largest batch, and some tables."""
+        return _core.Arena.required_nbytes(**self._arena_config)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Training batches of one epoch."""
+        return self._schedule.batches_per_epoch
+
+    @property
+    def batches_per_validation(self) -> int:
+        """Batches of one validation run; 0 without validation."""
+        return self._schedule.batches_per_validation
+
+    @property
+    def first_batch(self) -> int:
+        """Number of the first training batch, as start_at says."""
+        return self._schedule.first_batch
+
+    @property
+    def last_batch(self) -> int | None:
+        """Number of the training batch before which it ends, as end_at says; None: it does not."""
+        return self._schedule.last_batch
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether batches come in the planned order."""
+        return self._deterministic
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether :meth:`interrupt` or Ctrl+C has stopped the flow of batches."""
+        return self._interrupted
+
+    def interrupt(self) -> None:
+        """Stop the flow of batches: the next ``next()`` ends the iteration. From any thread."""
+        self._interrupted = True
+        if self._arena is not None:
+            self._arena.kick()
+
+    def idle_usec(self) -> int:
+        """Microseconds that ``next`` has waited for batches since the last call of this."""
+        idle_ns, self._idle_ns = self._idle_ns, 0
+        return idle_ns // 1000
+
+    def __enter__(self) -> Dataloader[D]:
+        if self._state != "new":
+            raise RuntimeError(
+                "this Dataloader has been entered before; make a new one, with start_at to go on "
+                "where this one ended"
+            )
+        self._place = self._choose_placement()
+        try:
+            self._arena = _core.Arena(**self._arena_config)
+        except MemoryError as error:
+            raise ArenaMemoryError(
+                f"the arena of {format_nbytes(self.arena_nbytes)} could not be made: {error}"
+            ) from error
+        self._state = "running"
+        try:
+            self._plan_ahead()
+            if self._loader_count == 0:
+                self._inline = ItemLoader(self._arena, self._job)
+                if self._job.startup_func is not None:
+                    self._job.startup_func()
+            else:
+                self._pool = WorkerPool(
+                    self._arena,
+                    self._loader_count,
+                    self._start_method,
+                    self._job,
+                    self._packed_job,
+                )
+                self._packed_job = None
+                self._pool.start()
+            self._interrupt_handler.install()
+            _entered.add(self)
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        exc_traceback: TracebackType | None,
+    ) -> None:
+        self._close()
+
+    def __del__(self) -> None:
+        # Only for one that was entered and then forgotten; the with block closes otherwise.
+        if getattr(self, "_pool", None) is not None:
+            self._close()
+
+    def _close(self) -> None:
+        self._state = "closed"
+        self._interrupt_handler.restore()
+        if self._pool is not None:
+            self._pool.stop()
+            self._pool = None
+        if self._arena is not None:
+            self._arena.close()
+        self._inline = None
+        self._pending.clear()
+
+    def _choose_placement(self) -> Any:
+        if self._placement_func is None:
+            from hydrax._placement import Placement
+
+            return Placement().place
+        return None
+
+    def __iter__(self) -> Iterator[Batch[D]]:
+        return self
+
+    def __next__(self) -> Batch[D]:
+        if self._state != "running":
+            self._refuse_next()
+        if self._interrupted:
+            self._interrupt_handler.check()
+            self._state = "ended"
+            raise StopIteration
+        pending = self._pending
+        if not pending:
+            self._state = "ended"
+            raise StopIteration
+        arena = self._arena
+        assert arena is not None
+        serial = pending[0].plan.serial if self._deterministic else None
+        lease = arena.take(serial)
+        if lease is None:
+            lease = self._wait(arena, serial)
+        if self._deterministic:
+            planned = pending.popleft()
+        else:
+            planned = next(entry for entry in pending if entry.plan.serial == lease.serial)
+            pending.remove(planned)
+        self._plan_ahead()
+        return self._deliver(planned, lease)
+
+    def _refuse_next(self) -> NoReturn:
+        if self._state == "new":
+            raise RuntimeError("iterate over a Dataloader inside its with block")
+        if self._state == "closed":
+            raise RuntimeError("the Dataloader's with block has been left; make a new Dataloader")
+        self._interrupt_handler.check()
+        raise StopIteration
+
+    def _plan_ahead(self) -> None:
+        """Publish plans until the ring is full or the schedule ends."""
+        arena = self._arena
+        assert arena is not None
+        while self._next_planned is not None and arena.publish(self._next_planned.plan):
+            self._pending.append(self._next_planned)
+            self._next_planned = next(self._planner, None)
+
+    def _wait(self, arena: _core.Arena, serial: int | None) -> _core.Lease:
+        """Wait for a batch, counting the time as idle."""
+        start = time.monotonic_ns()
+        deadline = None if self._timeout_s is None else start + int(self._timeout_s * 1e9)
+        try:
+            if self._inline is not None:
+                return self._load_inline(arena, serial, deadline)
+            while True:
+                result = arena.wait(serial, deadline)
+                if isinstance(result, _core.Lease):
+                    return result
+                self._check_interrupted()
+                if result == _core.TIMED_OUT:
+                    raise BatchTimeoutError(self._describe_wait(arena))
+                if result == _core.CLOSED:
+                    raise RuntimeError("the Dataloader was closed while next() was waiting")
+                if result >= 0:
+                    assert self._pool is not None
+                    self._state = "ended"
+                    raise self._pool.ended(result)
+        finally:
+            self._idle_ns += time.monotonic_ns() - start
+
+    def _check_interrupted(self) -> None:
+        if self._interrupted:
+            self._interrupt_handler.check()
+            self._state = "ended"
+            raise StopIteration
+
+    def _load_inline(
+        self, arena: _core.Arena, serial: int | None, deadline: int | None
+    ) -> _core.Lease:
+        """Load in this process until the batch is ready."""
+        inline = self._inline
+        assert inline is not None
+        while True:
+            run = arena.claim(0, -1, deadline)
+            if run is None:
+                self._check_interrupted()
+                if deadline is not None and time.monotonic_ns() >= deadline:
+                    raise BatchTimeoutError(self._describe_wait(arena))
+                continue
+            inline.random.install()
+            try:
+                inline.load(run)
+            finally:
+                inline.random.uninstall()
+            lease = arena.take(serial)
+            if lease is not None:
+                return lease
+            self._check_interrupted()
+
+    def _describe_wait(self, arena: _core.Arena) -> str:
+        """What everybody is doing, for the time-out's message."""
+        states = arena.slot_states()
+        lines = [f"no batch came within timeout_sec={self._timeout_s:g} seconds"]
+        leased = states.count(_LEASED)
+        if leased == len(states):
+            lines.append(
+                f"all {leased} slots (depth) are held by arrays of earlier batches: delete batches "
+                "and their arrays before asking for the next one, or keep batch.copy(); "
+                "hydrax.debug_batch_references() shows what holds them"
+            )
+        for index in range(self._loader_count):
+            is_started, item, seconds, count = arena.worker_state(index)
+            pid = self._pool.pid(index) if self._pool is not None else 0
+            if not is_started:
+                doing = "is still in startup_func"
+            elif item is None:
+                doing = f"has nothing to do, after {count} items"
+            else:
+                doing = (
+                    f"has been loading for {seconds:.1f} s, now at {self._describe_item(*item)}"
+                )
+            lines.append(f"loader process {index} (pid {pid}) {doing}")
+        return "\n".join(lines)
+
+    def _describe_item(self, serial: int, item: int) -> str:
+        for planned in self._pending:
+            if planned.plan.serial == serial:
+                index = planned.plan.indices()[item]
+                group = self._groups[self._group_number(planned)]
+                kind = "training" if planned.kind == _core.TRAINING else "validation"
+                return (
+                    f"item {index} ({group.data[index]!r:.80}) of {kind} group "
+                    f"{planned.group_index}, {kind} batch {planned.batch_num}"
+                )
+        return f"item {item} of a batch"
+
+    def _group_number(self, planned: PlannedBatch) -> int:
+        offset = 0 if planned.kind == _core.TRAINING else len(self._training)
+        return planned.group_index + offset
+
+    def _deliver(self, planned: PlannedBatch, lease: _core.Lease) -> Batch[D]:
+        """The batch in a leased slot, or the error that it holds."""
+        number = self._group_number(planned)
+        group = self._groups[number]
+        additional = self._read_records(planned, group, lease) if lease.has_records else None
+        if self._place is not None:
+            arrays = self._place(lease, self._layouts[number])
+        else:
+            arrays = self._place_by_user(number, lease, additional)
+        return make_batch(group, planned, arrays, additional)
+
+    def _place_by_user(
+        self, number: int, lease: _core.Lease, additional: dict[str, list[Any]] | None
+    ) -> dict[str, jax.Array]:
+        from hydrax._placement import slot_views
+
+        assert self._placement_func is not None
+        group = self._groups[number]
+        placed = self._placement_func(
+            MappingProxyType(slot_views(lease, self._layouts[number])),
+            group.loader_layouts,
+            MappingProxyType(additional or {}),
+            group,
+        )
+        if not isinstance(placed, Mapping):
+            raise TypeError(
+                f"placement_func returned {type(placed).__name__}; expected a dict of jax.Arrays"
+            )
+        return dict(placed)
+
+    def _read_records(
+        self, planned: PlannedBatch, group: DataGroup[D], lease: _core.Lease
+    ) -> dict[str, list[Any]] | None:
+        """The additional results of a batch; raises if one of its items has failed."""
+        records = lease.records()
+        failures = [record for record in records if record[0] != _core.RECORD_ADDITIONAL]
+        if failures:
+            kind, item, payload = min(failures, key=lambda record: record[1])
+            del lease
+            if kind == _core.RECORD_NO_MEMORY:
+                raise ArenaMemoryError(
+                    f"the memory of a batch ({format_nbytes(self.arena_nbytes // self._depth)}) "
+                    f"could not be reserved; {format_nbytes(available_nbytes())} are available; "
+                    "lower depth or batch_size"
+                )
+            raise self._loader_error(planned, group, item, payload)
+        additional: dict[str, list[Any]] = {}
+        for _, first, payload in records:
+            for key, values in pickle.loads(payload).items():
+                whole = additional.setdefault(key, [None] * group.batch_size)
+                whole[first : first + len(values)] = values
+        return additional
+
+    def _loader_error(
+        self, planned: PlannedBatch, group: DataGroup[D], item: int, payload: bytes
+    ) -> LoaderError:
+        index = planned.plan.indices()[item]
+        is_training = planned.kind == _core.TRAINING
+        seed = planned.plan.seeds()[item] if is_training else None
+        kind = "training" if is_training else "validation"
+        descriptor = group.data[index]
+        if payload:
+            failure = LoadFailure(*pickle.loads(payload))
+        else:
+            failure = LoadFailure("an exception", "there was no room to describe it", "", None, "",
+                                  "loading", 0)  # fmt: skip
+        what = "items from" if self._job.is_batched and failure.stage == "loading" else "item"
+        message = (
+            f"{failure.stage} {what} {index} ({descriptor!r:.80}) of {kind} group "
+            f"{planned.group_index} failed in epoch {planned.epoch}, batch {planned.epoch_batch}, "
+            f"seed {seed}: {failure.kind}: {failure.message}"
+        )
+        if failure.arrays:
+            message += f"\nThe item's arrays: {failure.arrays}"
+        if failure.traceback_text and self._inline is None:
+            message += f"\nIn loader process {failure.pid}:\n{failure.traceback_text.rstrip()}"
+        error = LoaderError(
+            message,
+            descriptor=descriptor,
+            index=index,
+            group_index=planned.group_index,
+            epoch=planned.epoch,
+            seed=seed,
+            traceback_text=failure.traceback_text,
+        )
+        error.__cause__ = self._original_exception(failure)
+        return error
+
+    def _original_exception(self, failure: LoadFailure) -> BaseException | None:
+        if self._inline is not None:
+            original, self._inline.last_error = self._inline.last_error, None
+            return original
+        if failure.exception is None:
+            return None
+        try:
+            original = pickle.loads(failure.exception)
+        except Exception:  # its class may do anything when it is rebuilt; the text says it all
+            return None
+        return original if isinstance(original, BaseException) else None
+
+    def __repr__(self) -> str:
+        training = ", ".join(repr(group) for group in self._training)
+        workers = f"{self._loader_count} loader processes" if self._loader_count else "no processes"
+        return (
+            f"<Dataloader {self._state}, {workers}, depth {self._depth}, arena of "
+            f"{format_nbytes(self.arena_nbytes)}, training on {training}>"
+        )
+
+
+_entered: weakref.WeakSet[Dataloader[Any]] = weakref.WeakSet()
+
+
+def entered_arenas() -> list[_core.Arena]:
+    """Arenas of all Dataloaders that were entered and still exist."""
+    return [loader._arena for loader in _entered if loader._arena is not None]
+
+
+def _check_groups(name: str, groups: Any) -> tuple[DataGroup[Any], ...]:
+    if isinstance(groups, DataGroup):
+        return (groups,)
+    if not isinstance(groups, Iterable):
+        raise TypeError(f"{name} is {type(groups).__name__}; expected a DataGroup, or several")
+    found = tuple(groups)
+    for group in found:
+        if not isinstance(group, DataGroup):
+            raise TypeError(f"{name} contains {type(group).__name__}; expected DataGroups")
+    if not found:
+        raise ValueError(f"{name} is empty; expected at least one DataGroup")
+    return found
+
+
+def _check_validation(validation: Any) -> tuple[str, int, tuple[DataGroup[Any], ...]]:
+    if validation is None:
+        return "epoch", 1, ()
+    if not isinstance(validation, tuple) or len(validation) != 3:
+        raise TypeError(
+            f"validation is {validation!r:.80}; expected ('epoch' or 'batch', interval, groups)"
+        )
+    mode, interval, groups = validation
+    if mode not in ("epoch", "batch"):
+        raise ValueError(f"the validation mode is {mode!r}; expected 'epoch' or 'batch'")
+    checked = check_int("the validation interval", interval, minimum=1)
+    return mode, checked, _check_groups("validation", groups)
+
+
+def _check_start(start_at: Any) -> tuple[int, int]:
+    if not isinstance(start_at, tuple) or len(start_at) != 2:
+        raise TypeError(f"start_at is {start_at!r}; expected (epoch, batches)")
+    return (
+        check_int("the epoch of start_at", start_at[0], minimum=0),
+        check_int("the batches of start_at", start_at[1], minimum=0),
+    )
+
+
+def _check_end(end_at: Any) -> tuple[str, int] | None:
+    if end_at is None:
+        return None
+    if not isinstance(end_at, tuple) or len(end_at) != 2:
+        raise TypeError(f"end_at is {end_at!r}; expected ('epoch' or 'batch', number)")
+    if end_at[0] not in ("epoch", "batch"):
+        raise ValueError(f"end_at begins with {end_at[0]!r}; expected 'epoch' or 'batch'")
+    return end_at[0], check_int("the number of end_at", end_at[1], minimum=0)
+
+
+def _check_timeout(timeout_sec: Any) -> float | None:
+    if isinstance(timeout_sec, bool) or not isinstance(timeout_sec, (int, float)):
+        raise TypeError(f"timeout_sec is {timeout_sec!r}; expected a number of seconds")
+    if timeout_sec != timeout_sec:
+        raise ValueError("timeout_sec is NaN; expected a number of seconds")
+    return float(timeout_sec) if 0 < timeout_sec < 1e9 else None
+
+
+def _group_order(group: DataGroup[Any], index: int) -> GroupOrder:
+    return GroupOrder(
+        len(group),
+        group.batch_size,
+        _core.mix(group.seed, index),
+        group.shuffle_first,
+        group.shuffle_later,
+    )

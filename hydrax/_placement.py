@@ -1,0 +1,142 @@
+"""From a leased slot to jax.Arrays: as they lie on the CPU, or handed to another device.
+
+On the CPU the arrays are the slot's memory, exported through DLPack, and the slot is free as soon
+as the last of them dies. Elsewhere JAX copies from the slot, and holds it until the copy is done.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from hydrax import _core
+from hydrax._specs import ArrayLayout, dlpack_code
+
+__all__ = ["Placement", "canonical_dtypes", "slot_views"]
+
+logger = logging.getLogger(__name__)
+
+_WIDE_DTYPES = ("int64", "uint64", "float64", "complex128")
+
+Importer = Callable[[_core.Lease, int, tuple[int, ...], int, int], jax.Array]
+
+
+def canonical_dtypes() -> Mapping[np.dtype[Any], np.dtype[Any]]:
+    """JAX's replacements of the 64-bit dtypes: 32-bit ones, or none with ``jax_enable_x64``."""
+    return {
+        np.dtype(name): np.dtype(jax.dtypes.canonicalize_dtype(name)) for name in _WIDE_DTYPES
+    }
+
+
+def slot_views(
+    lease: _core.Lease, layouts: Mapping[str, ArrayLayout]
+) -> dict[str, np.ndarray[Any, Any]]:
+    """NumPy arrays over a leased slot; each holds the lease as long as it or a view of it lives."""
+    return {
+        name: np.ndarray(layout.shape, layout.dtype, lease, offset=layout.offset)
+        for name, layout in layouts.items()
+    }
+
+
+class Placement:
+    """Makes the jax.Arrays of a batch.
+
+    Arrays are placed uncommitted on JAX's default device, as ``jnp.asarray`` does, so that a jitted
+    function with sharded parameters takes them too.
+    """
+
+    def __init__(self) -> None:
+        self._device = _default_device()
+        self._import: Importer | None = None
+        if self._device.platform == "cpu":
+            self._import = _choose_importer(self._device)
+
+    def place(
+        self, lease: _core.Lease, layouts: Mapping[str, ArrayLayout]
+    ) -> dict[str, jax.Array]:
+        """The arrays of a batch, in the layouts' order."""
+        arrays = {}
+        for name, (shape, dtype, _, offset, _) in layouts.items():
+            code = dlpack_code(dtype)
+            if self._import is None or code is None:
+                view = np.ndarray(shape, dtype, lease, offset=offset)
+                arrays[name] = jax.device_put(view)
+            else:
+                arrays[name] = self._import(lease, offset, shape, code, dtype.itemsize * 8)
+        return arrays
+
+
+def _default_device() -> Any:
+    device: Any = jax.config.jax_default_device
+    if device is None:
+        return jax.local_devices()[0]
+    return jax.local_devices(backend=device)[0] if isinstance(device, str) else device
+
+
+def _choose_importer(device: Any) -> Importer | None:
+    """The quickest way to import a DLPack capsule that works with this JAX.
+
+    ``jax.dlpack.from_dlpack`` spends nine tenths of its time on checks whose answers are known
+    here. The function behind it is not public, so it is tried on an array first, and the public
+    one is used if anything about the result is not as it should be.
+    """
+    try:
+        direct = _direct_importer(device)
+        probe = np.arange(32, dtype=np.float32)
+        result = direct(_Probe(probe), 0, (32,), 2, 32)  # type: ignore[arg-type]
+        if (
+            isinstance(result, jax.Array)
+            and result.devices() == {device}
+            and result.dtype == np.float32
+            and not result.weak_type
+            and np.array_equal(np.asarray(result), probe)
+            and (jax.device_count() == 1 or not result.committed)
+        ):
+            return direct
+    except Exception:  # whatever a private function may do in a version that is not known yet
+        logger.debug("direct DLPack import does not work with this JAX", exc_info=True)
+    return _public_importer(device)
+
+
+class _Probe:
+    """Stands in for a lease when an importer is tried out."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array = array
+
+    def capsule(self, *_: Any) -> Any:
+        return self._array.__dlpack__()
+
+
+def _direct_importer(device: Any) -> Importer:
+    from jax._src.array import ArrayImpl
+    from jax._src.lib import _jax
+
+    to_buffer: Any = _jax.dlpack_managed_tensor_to_buffer
+    if jax.device_count() == 1:
+        return lambda lease, *spec: to_buffer(lease.capsule(*spec), device, None)
+
+    # Among several devices it matters that the array is not committed to this one.
+    make_array: Any = ArrayImpl
+
+    def import_uncommitted(lease: _core.Lease, *spec: Any) -> jax.Array:
+        array = to_buffer(lease.capsule(*spec), device, None)
+        result: jax.Array = make_array(array.aval, array.sharding, [array], committed=False)
+        return result
+
+    return import_uncommitted
+
+
+def _public_importer(device: Any) -> Importer | None:
+    """The documented way; None where only device_put gives what is wanted.
+
+    Among several devices that is the case: it aliases aligned memory too, and leaves the array
+    uncommitted, but lets go of the slot only at a later call into JAX.
+    """
+    if jax.device_count() > 1:
+        return None
+    return lambda lease, *spec: jax.dlpack.from_dlpack(lease.tensor(*spec), device=device)

@@ -1,0 +1,264 @@
+"""Which batch comes next: epochs, shuffling, seeds, interleaving, validation.
+
+Pure: a schedule is a function of its groups' sizes, modes and seeds. No position costs more than
+another to start from, and nothing is stored per item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hydrax import _core
+
+__all__ = ["GroupOrder", "PlannedBatch", "Schedule", "Validation"]
+
+# Arguments that set apart what is derived from one group seed.
+_TAG_ORDER, _TAG_BATCHES, _TAG_SEEDS, _TAG_BATCH_SEED, _TAG_VALIDATION = range(1, 6)
+_SEED_COUNT = 2**31
+
+
+class PlannedBatch(NamedTuple):
+    """One batch of the schedule.
+
+    Attributes:
+        plan: The batch for the core.
+        kind: ``_core.TRAINING`` or ``_core.VALIDATION``.
+        group_index: Which of the training, or of the validation groups.
+        epoch: Training epoch, or number of the validation run.
+        epoch_batch: Position within the epoch or validation run.
+        batch_num: Position among all training, or all validation batches.
+        seed: Of the batch as a whole; 0 for validation.
+    """
+
+    plan: _core.Plan
+    kind: int
+    group_index: int
+    epoch: int
+    epoch_batch: int
+    batch_num: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class GroupOrder:
+    """Order and seeds of one training group, for every epoch.
+
+    Attributes:
+        item_count: Items of the group.
+        batch_size: Items per batch.
+        key: Seed of the group, mixed with its place among the groups, so that equal groups with
+            equal seeds still load with different ones.
+        shuffle_first: Whether epoch 0 is shuffled.
+        shuffle_later: ``"repeat"``, ``"reseed"``, ``"itemwise"`` or ``"batchwise"``.
+    """
+
+    item_count: int
+    batch_size: int
+    key: int
+    shuffle_first: bool
+    shuffle_later: str
+
+    @property
+    def batch_count(self) -> int:
+        """Whole batches per epoch."""
+        return self.item_count // self.batch_size
+
+    def order_of(self, epoch: int) -> tuple[int, int]:
+        """Key and count of the permutation of an epoch's items; count 0 is the data's order."""
+        order_epoch = epoch if self.shuffle_later == "itemwise" else 0
+        if order_epoch == 0 and not self.shuffle_first:
+            return 0, 0
+        return _core.mix(self.key ^ _TAG_ORDER, order_epoch), self.item_count
+
+    def batch_at(self, epoch: int, position: int) -> int:
+        """Which batch of the order stands at a position of an epoch."""
+        if epoch == 0 or self.shuffle_later != "batchwise":
+            return position
+        key = _core.mix(self.key ^ _TAG_BATCHES, epoch)
+        return _core.permute(key, self.batch_count, position)
+
+    def seed_epoch(self, epoch: int) -> int:
+        """The epoch whose seeds are used in an epoch."""
+        return epoch if self.shuffle_later in ("reseed", "itemwise") else 0
+
+    def seed_key(self) -> int:
+        """Key of the permutation that seeds are drawn from."""
+        return _core.mix(self.key, _TAG_SEEDS)
+
+    def seed_start(self, epoch: int) -> int:
+        """Where an epoch's seeds begin: epochs take consecutive stretches, so none repeats."""
+        return self.seed_epoch(epoch) * self.item_count % _SEED_COUNT
+
+    def batch_seed(self, epoch: int, batch: int) -> int:
+        """Seed of a batch as a whole."""
+        key = _core.mix(self.key ^ _TAG_BATCH_SEED, self.seed_epoch(epoch))
+        return _core.mix(key, batch) % _SEED_COUNT
+
+
+@dataclass(frozen=True)
+class Validation:
+    """When validation runs: after every ``interval`` training batches or epochs."""
+
+    mode: str
+    interval: int
+    groups: tuple[GroupOrder, ...]
+
+
+class Schedule:
+    """All batches of a run, in order of delivery.
+
+    Args:
+        training: The training groups.
+        validation: When to validate and on what, or None.
+        start_at: Epoch, and further training batches to skip.
+        end_at: Training batches after which it ends, or None.
+        interleave_groups: Mix the groups within an epoch, always taking the group of which the
+            smallest share has been used so far (the first of these); otherwise one after the other.
+    """
+
+    def __init__(
+        self,
+        training: Sequence[GroupOrder],
+        validation: Validation | None,
+        *,
+        start_at: tuple[int, int],
+        end_at: tuple[str, int] | None,
+        interleave_groups: bool,
+    ) -> None:
+        self._training = tuple(training)
+        self._validation = validation
+        self._interleave_groups = interleave_groups
+        self.batches_per_epoch = sum(group.batch_count for group in training)
+        self.batches_per_validation = (
+            sum(group.batch_count for group in validation.groups) if validation else 0
+        )
+        self.first_batch = start_at[0] * self.batches_per_epoch + start_at[1]
+        self.last_batch: int | None = None
+        if end_at is not None:
+            mode, count = end_at
+            self.last_batch = count * (self.batches_per_epoch if mode == "epoch" else 1)
+
+    def __iter__(self) -> Iterator[PlannedBatch]:
+        serial = 0
+        epoch, epoch_batch = divmod(self.first_batch, self.batches_per_epoch)
+        batch_num = self.first_batch
+        while True:
+            for group_index, position in self._epoch_groups(epoch_batch):
+                if self.last_batch is not None and batch_num >= self.last_batch:
+                    return
+                yield self._training_batch(
+                    serial, epoch, epoch_batch, batch_num, group_index, position
+                )
+                serial += 1
+                batch_num += 1
+                epoch_batch += 1
+                run = self._validation_run_after(batch_num)
+                if run is not None:
+                    yield from self._validation_batches(serial, run)
+                    serial += self.batches_per_validation
+            epoch += 1
+            epoch_batch = 0
+
+    def _epoch_groups(self, start: int) -> Iterator[tuple[int, int]]:
+        """(group index, position within the group) for an epoch's batches from start on."""
+        counts = [group.batch_count for group in self._training]
+        if not self._interleave_groups:
+            for group_index, count in enumerate(counts):
+                for position in range(min(start, count), count):
+                    yield group_index, position
+                start = max(start - count, 0)
+            return
+        # Batch j of a group with c batches stands at time j / c. Everything before the time
+        # (start - groups) / total lies within the first `start` batches; the rest is stepped.
+        total = sum(counts)
+        early = max(start - len(counts), 0)
+        used = [-(-early * count // total) for count in counts]
+        for step in range(sum(used), total):
+            group_index = -1
+            for index, count in enumerate(counts):
+                # used / count < least, in whole numbers; the first of equals stays.
+                if used[index] < count and (
+                    group_index < 0
+                    or used[index] * counts[group_index] < used[group_index] * count
+                ):
+                    group_index = index
+            if step >= start:
+                yield group_index, used[group_index]
+            used[group_index] += 1
+
+    def _training_batch(
+        self,
+        serial: int,
+        epoch: int,
+        epoch_batch: int,
+        batch_num: int,
+        group_index: int,
+        position: int,
+    ) -> PlannedBatch:
+        group = self._training[group_index]
+        batch = group.batch_at(epoch, position)
+        order_key, order_count = group.order_of(epoch)
+        plan = _core.Plan(
+            serial=serial,
+            epoch=epoch,
+            first_position=batch * group.batch_size,
+            order_key=order_key,
+            order_count=order_count,
+            seed_key=group.seed_key(),
+            seed_start=group.seed_start(epoch),
+            group=group_index,
+            item_count=group.batch_size,
+            kind=_core.TRAINING,
+        )
+        return PlannedBatch(
+            plan,
+            _core.TRAINING,
+            group_index,
+            epoch,
+            epoch_batch,
+            batch_num,
+            group.batch_seed(epoch, batch),
+        )
+
+    def _validation_run_after(self, batch_num: int) -> int | None:
+        """Number of the validation run that follows training batch batch_num - 1, if one does."""
+        if self._validation is None:
+            return None
+        interval = self._validation.interval
+        if self._validation.mode == "epoch":
+            interval *= self.batches_per_epoch
+        run, rest = divmod(batch_num, interval)
+        return run - 1 if rest == 0 else None
+
+    def _validation_batches(self, serial: int, run: int) -> Iterator[PlannedBatch]:
+        assert self._validation is not None
+        epoch_batch = 0
+        for group_index, group in enumerate(self._validation.groups):
+            # The same items in the same order each time; what a loader draws from the global
+            # generators is the same each time, too.
+            order_key, order_count = group.order_of(0)
+            for batch in range(group.batch_count):
+                plan = _core.Plan(
+                    serial=serial + epoch_batch,
+                    epoch=run,
+                    first_position=batch * group.batch_size,
+                    order_key=order_key,
+                    order_count=order_count,
+                    seed_key=_core.mix(group.key, _TAG_VALIDATION),
+                    seed_start=0,
+                    group=len(self._training) + group_index,
+                    item_count=group.batch_size,
+                    kind=_core.VALIDATION,
+                )
+                yield PlannedBatch(
+                    plan,
+                    _core.VALIDATION,
+                    group_index,
+                    run,
+                    epoch_batch,
+                    run * self.batches_per_validation + epoch_batch,
+                    0,
+                )
+                epoch_batch += 1

@@ -1,0 +1,213 @@
+"""A process that was started afresh: a spawned worker, or a server that forks workers.
+
+Both ends of its conversation with the trainer are here: the trainer sends descriptors and what to
+do over a socket, and hears back whether that could be loaded. Unlike a forked worker, such a
+process never inherits the threads of the trainer. It imports no JAX of its own accord.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.spawn
+import os
+import pickle
+import select
+import socket
+import struct
+import subprocess
+import sys
+import warnings
+from typing import NoReturn
+
+from hydrax import _context, _core
+from hydrax._worker_main import LoadFailure, LoadJob, describe_failure, leave, run_worker
+from hydrax.errors import WorkerStartError
+
+__all__ = ["pack_job", "serve", "start"]
+
+_LENGTH = struct.Struct("<Q")
+_NUMBER = struct.Struct("<q")
+_FORK, _REAP = b"F", b"R"
+
+
+def pack_job(job: LoadJob) -> bytes:
+    """The job and what a fresh process must know to unpickle it, as bytes.
+
+    Raises:
+        TypeError: Something cannot be pickled or found again by a fresh process; names it.
+    """
+    main = sys.modules.get("__main__")
+    is_importable = getattr(main, "__spec__", None) is not None or hasattr(main, "__file__")
+    parts = {"loader_func": job.loader_func, "startup_func": job.startup_func}
+    parts.update({f"the data of group {i}": group.data for i, group in enumerate(job.groups)})
+    for name, part in parts.items():
+        try:
+            packed = pickle.dumps(part, protocol=5)
+        except Exception as error:
+            raise TypeError(
+                f"{name} ({part!r:.80}) cannot be pickled, which start_method='spawn' and "
+                f"'forkserver' need: {error}; use start_method='fork', or define it at the top "
+                "level of a module and without open files or locks"
+            ) from error
+        if not is_importable and b"__main__" in packed:
+            raise TypeError(
+                f"{name} ({part!r:.80}) is defined in an interactive session or a script without "
+                "a file, where a fresh process cannot find it; use start_method='fork', or put "
+                "it into a module"
+            )
+    preparation = multiprocessing.spawn.get_preparation_data("hydrax-loader")
+    # The child's own business, and a secret that cannot be pickled.
+    for key in ("authkey", "start_method", "log_to_stderr"):
+        preparation.pop(key, None)
+    return pickle.dumps((preparation, pickle.dumps(job, protocol=5)), protocol=5)
+
+
+def start() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a fresh process; it waits for introduce()."""
+    here, there = socket.socketpair()
+    with there:
+        code = f"import sys; sys.path[:] = {sys.path!r}; from hydrax import _spawned; "
+        process = subprocess.Popen(
+            [sys.executable, "-c", code + f"_spawned.enter({there.fileno()})"],
+            pass_fds=[there.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+    return process, here
+
+
+def introduce(
+    connection: socket.socket, arena: _core.Arena, trainer_fd: int, index: int | None, job: bytes
+) -> None:
+    """Send what the process needs: worker number index, or for None be a fork server."""
+    number = -1 if index is None else index
+    socket.send_fds(connection, [_NUMBER.pack(number)], [*arena.fds, trainer_fd])
+    connection.sendall(_LENGTH.pack(len(job)))
+    connection.sendall(job)
+
+
+def await_ready(connection: socket.socket) -> None:
+    """Wait until the process has loaded its job.
+
+    Raises:
+        WorkerStartError: It could not; with the traceback from there.
+    """
+    try:
+        message = _receive_message(connection)
+    except EOFError:
+        raise WorkerStartError(
+            "a loader process ended while it started; its own output says why"
+        ) from None
+    if message:
+        failure = LoadFailure(*pickle.loads(message))
+        raise WorkerStartError(
+            f"a loader process could not load what it needs: {failure.kind}: {failure.message}\n"
+            f"{failure.traceback_text}"
+        )
+
+
+def fork_worker(connection: socket.socket, index: int) -> int:
+    """Have the fork server start worker number index; returns its process id."""
+    connection.sendall(_FORK + _NUMBER.pack(index))
+    return int(_NUMBER.unpack(_receive(connection, _NUMBER.size))[0])
+
+
+def reap_worker(connection: socket.socket, pid: int) -> int:
+    """Have the fork server collect a worker that has ended; returns its exit code."""
+    connection.sendall(_REAP + _NUMBER.pack(pid))
+    return int(_NUMBER.unpack(_receive(connection, _NUMBER.size))[0])
+
+
+def _receive(connection: socket.socket, nbytes: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < nbytes:
+        part = connection.recv(min(nbytes - len(parts), 2**20))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)
+
+
+def _receive_message(connection: socket.socket) -> bytes:
+    (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
+    return _receive(connection, length)
+
+
+def enter(fd: int) -> NoReturn:
+    """Where a fresh process begins; fd is its inherited socket."""
+    status = 1
+    try:
+        serve(socket.socket(fileno=fd))
+        status = 0
+    except (EOFError, ConnectionError):
+        pass  # the trainer has ended, or no longer wants this process
+    finally:
+        leave(status)
+
+
+def serve(connection: socket.socket) -> None:
+    """Be a spawned worker, or the server that forks workers, as the trainer says."""
+    # First, so that a main module without a guard is told where it is being imported.
+    _context.enter_worker(-1)
+    header, fds, _, _ = socket.recv_fds(connection, _NUMBER.size, 5)
+    if len(header) < _NUMBER.size or len(fds) != 5:
+        raise EOFError
+    (index,) = _NUMBER.unpack(header)
+    *arena_fds, trainer_fd = fds
+    packed = _receive_message(connection)
+    try:
+        arena = _core.Arena.attach(*arena_fds)
+        preparation, packed_job = pickle.loads(packed)
+        multiprocessing.spawn.prepare(preparation)
+        job = pickle.loads(packed_job)
+        del packed, packed_job
+    except BaseException as error:
+        message = pickle.dumps(tuple(describe_failure(error, "", "starting")))
+        connection.sendall(_LENGTH.pack(len(message)) + message)
+        return
+    connection.sendall(_LENGTH.pack(0))
+    if index >= 0:
+        connection.close()
+        run_worker(arena, job, index, trainer_fd)
+    else:
+        _fork_on_demand(connection, arena, job, trainer_fd)
+
+
+def _fork_on_demand(
+    connection: socket.socket, arena: _core.Arena, job: LoadJob, trainer_fd: int
+) -> None:
+    """Fork and reap workers until the trainer closes the connection or ends."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    poll.register(trainer_fd, select.POLLIN)
+    while True:
+        ready = dict(poll.poll())
+        if trainer_fd in ready:
+            return
+        command = _receive(connection, 1)
+        (number,) = _NUMBER.unpack(_receive(connection, _NUMBER.size))
+        if command == _REAP:
+            _, status = os.waitpid(number, 0)
+            answer = os.waitstatus_to_exitcode(status)
+        else:
+            answer = _fork_here(connection, arena, job, number, trainer_fd)
+        connection.sendall(_NUMBER.pack(answer))
+
+
+def _fork_here(
+    connection: socket.socket, arena: _core.Arena, job: LoadJob, index: int, trainer_fd: int
+) -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        connection.close()
+        run_worker(arena, job, index, trainer_fd)
+        status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    finally:
+        leave(status)
+
+

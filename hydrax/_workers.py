@@ -1,0 +1,223 @@
+"""Start loader processes, watch them, and end them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NoReturn
+
+from hydrax import _core, _spawned
+from hydrax._worker_main import LoadJob, leave, run_worker
+from hydrax.errors import WorkerDiedError
+
+__all__ = ["StartMethod", "WorkerPool"]
+
+StartMethod = Literal["fork", "forkserver", "spawn"]
+
+# How long workers that are still loading may go on after the end, before they are killed.
+_GRACE_S = 0.25
+
+
+@dataclass
+class _Worker:
+    """A loader process.
+
+    Attributes:
+        pid: Its process id.
+        pidfd: Becomes readable when it ends; owned.
+        reap: Collects its exit code once it has ended.
+    """
+
+    pid: int
+    pidfd: int
+    reap: Callable[[], int]
+
+
+class WorkerPool:
+    """The loader processes of one Dataloader.
+
+    Args:
+        arena: Shared with them; outlives the pool.
+        count: How many.
+        start_method: How they come into being.
+        job: What they do.
+        packed_job: The same as bytes, for the start methods that need it.
+    """
+
+    def __init__(
+        self,
+        arena: _core.Arena,
+        count: int,
+        start_method: StartMethod,
+        job: LoadJob,
+        packed_job: bytes | None,
+    ) -> None:
+        self._arena = arena
+        self._count = count
+        self._start_method = start_method
+        self._job = job
+        self._packed_job = packed_job
+        self._workers: list[_Worker] = []
+        self._resources = contextlib.ExitStack()
+        self._owner_pid = os.getpid()
+
+    def start(self) -> None:
+        """Start all processes; if one cannot be started, none is left."""
+        trainer_fd = os.pidfd_open(os.getpid())
+        self._resources.callback(os.close, trainer_fd)
+        try:
+            if self._start_method == "fork":
+                self._fork_all(trainer_fd)
+            elif self._start_method == "spawn":
+                self._spawn_all(trainer_fd)
+            else:
+                self._fork_all_from_server(trainer_fd)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _add(self, pid: int, reap: Callable[[], int]) -> None:
+        worker = _Worker(pid, os.pidfd_open(pid), reap)
+        self._arena.watch(len(self._workers), worker.pidfd)
+        self._workers.append(worker)
+
+    def _fork_all(self, trainer_fd: int) -> None:
+        # What is buffered would be written by every child, too.
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, OSError, ValueError):
+                stream.flush()
+        for index in range(self._count):
+            pid = self._fork(index, trainer_fd)
+            self._add(pid, lambda pid=pid: _wait_for(pid))  # type: ignore[misc]
+
+    def _fork(self, index: int, trainer_fd: int) -> int:
+        # The warnings say that a forked child must not use JAX or other threads' locks. A worker
+        # does not, and the user did not write the call that they are about.
+        with _signals_held(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pid = os.fork()
+            if pid == 0:
+                self._be_worker(index, trainer_fd)
+        return pid
+
+    def _be_worker(self, index: int, trainer_fd: int) -> NoReturn:
+        status = 1
+        try:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # before signals are let through again
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            run_worker(self._arena, self._job, index, trainer_fd)
+            status = 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        finally:
+            leave(status)
+
+    def _spawn_all(self, trainer_fd: int) -> None:
+        assert self._packed_job is not None
+        connections = []
+        for _ in range(self._count):
+            process, connection = _spawned.start()
+            self._resources.callback(connection.close)
+            self._add(process.pid, process.wait)
+            connections.append(connection)
+        for index, connection in enumerate(connections):
+            _spawned.introduce(connection, self._arena, trainer_fd, index, self._packed_job)
+        for connection in connections:
+            _spawned.await_ready(connection)
+
+    def _fork_all_from_server(self, trainer_fd: int) -> None:
+        assert self._packed_job is not None
+        server, connection = _spawned.start()
+        self._resources.callback(server.wait)
+        self._resources.callback(connection.close)
+        _spawned.introduce(connection, self._arena, trainer_fd, None, self._packed_job)
+        _spawned.await_ready(connection)
+        for index in range(self._count):
+            pid = _spawned.fork_worker(connection, index)
+            self._add(pid, lambda pid=pid: _spawned.reap_worker(connection, pid))  # type: ignore[misc]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def pid(self, index: int) -> int:
+        """Process id of worker number index."""
+        return self._workers[index].pid
+
+    def ended(self, index: int) -> WorkerDiedError:
+        """Collect a worker that has ended on its own, as the error that says so."""
+        worker = self._workers[index]
+        self._arena.watch(index, -1)
+        exitcode = worker.reap()
+        worker.reap = lambda: exitcode
+        _, item, _, _ = self._arena.worker_state(index)
+        doing = "" if item is None else f" while loading item {item[1]} of batch {item[0]}"
+        return WorkerDiedError(
+            f"loader process {index} (pid {worker.pid}) {_describe_exit(exitcode)}{doing}",
+            worker_index=index,
+            pid=worker.pid,
+            exitcode=exitcode,
+        )
+
+    def stop(self) -> None:
+        """End all processes and give back what they needed. May be called again."""
+        if os.getpid() != self._owner_pid:
+            return  # a fork of the trainer: the workers are not its own
+        self._arena.close()
+        workers, self._workers = self._workers, []
+        running = {worker.pidfd: worker for worker in workers}
+        poll = select.poll()
+        for fd in running:
+            poll.register(fd, select.POLLIN)
+        deadline = time.monotonic() + _GRACE_S
+        while running:
+            left = deadline - time.monotonic()
+            for fd, _ in poll.poll(max(left, 0) * 1000):
+                poll.unregister(fd)
+                del running[fd]
+            if left <= 0:
+                break
+        for fd in running:
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+        for index, worker in enumerate(workers):
+            worker.reap()
+            self._arena.watch(index, -1)
+            os.close(worker.pidfd)
+        self._resources.close()
+
+
+def _wait_for(pid: int) -> int:
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Hold back all signals, so that a fresh child is not hit before it is ready for them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _describe_exit(exitcode: int) -> str:
+    if exitcode >= 0:
+        return f"exited with status {exitcode}"
+    number = -exitcode
+    try:
+        name = signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        name = f"signal {number}"
+    hints: dict[int, str] = {
+        signal.SIGKILL: "; the kernel does that when memory runs out",
+        signal.SIGBUS: "; a file that it had mapped may have become shorter",
+        signal.SIGSEGV: "; native code in the loader function crashed, see the stack on stderr",
+    }
+    return f"was ended by {name}{hints.get(number, '')}"

@@ -1,0 +1,119 @@
+"""What can go wrong, one class per thing a user can act on.
+
+Every class derives from :class:`HydraxError` and from the built-in exception that a caller would
+expect, so that both ``except hydrax.HydraxError`` and ``except TimeoutError`` do what they say.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "ArenaMemoryError",
+    "BatchTimeoutError",
+    "HydraxError",
+    "ImageError",
+    "LoaderError",
+    "UnwrittenArrayError",
+    "ValueRangeError",
+    "WorkerDiedError",
+    "WorkerStartError",
+]
+
+
+class HydraxError(Exception):
+    """Base of all errors that Hydrax itself raises.
+
+    Wrong arguments are the exception: they raise the plain ``TypeError`` or ``ValueError`` that
+    Python programmers expect, at construction.
+    """
+
+
+class BatchTimeoutError(HydraxError, TimeoutError):
+    """No batch came within ``timeout_sec``.
+
+    The message says what each loader process was doing, or that every slot of the arena is still
+    held by arrays of earlier batches.
+    """
+
+
+class LoaderError(HydraxError, RuntimeError):
+    """The loader function raised, or what it returned could not be used.
+
+    Raised by ``next()`` in the place of the batch that holds the item; the loader goes on with the
+    following batch when ``next()`` is called again. ``__cause__`` is the original exception where
+    it could be brought over from the worker.
+
+    Attributes:
+        descriptor: The item's descriptor, ``group[index]``.
+        index: Position of the item in its DataGroup.
+        group_index: Which of the training (or validation) groups, counted from 0.
+        epoch: Epoch of the batch; for validation the number of the validation run.
+        seed: The seed that the loader was given; None for validation.
+        traceback_text: The traceback as the worker saw it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        descriptor: Any = None,
+        index: int | None = None,
+        group_index: int | None = None,
+        epoch: int | None = None,
+        seed: int | None = None,
+        traceback_text: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.descriptor = descriptor
+        self.index = index
+        self.group_index = group_index
+        self.epoch = epoch
+        self.seed = seed
+        self.traceback_text = traceback_text
+
+
+class WorkerDiedError(HydraxError, RuntimeError):
+    """A loader process ended on its own: killed, crashed, or exited.
+
+    Attributes:
+        worker_index: Which loader process, counted from 0.
+        pid: Its process id.
+        exitcode: Exit status, or minus the number of the signal that ended it; None if unknown.
+    """
+
+    def __init__(
+        self, message: str, *, worker_index: int, pid: int, exitcode: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.worker_index = worker_index
+        self.pid = pid
+        self.exitcode = exitcode
+
+
+class WorkerStartError(HydraxError, RuntimeError):
+    """A loader process could not start: what it needs could not be loaded there."""
+
+
+class ArenaMemoryError(HydraxError, MemoryError):
+    """The arena does not fit the memory that is available; the message gives both sizes."""
+
+
+class ValueRangeError(HydraxError, ValueError):
+    """A loaded value does not fit the dtype in which JAX is to get it.
+
+    Attributes:
+        item: Which of the converted items, or None where that is not known.
+    """
+
+    def __init__(self, message: str, *, item: int | None = None) -> None:
+        super().__init__(message)
+        self.item = item
+
+
+class UnwrittenArrayError(HydraxError, ValueError):
+    """In debug mode: the loader function did not fill an array completely."""
+
+
+class ImageError(HydraxError, OSError):
+    """An image could not be read; the message names the file and the reason."""
