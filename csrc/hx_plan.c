@@ -9,6 +9,10 @@
  * enough that several workers share a batch and none of them holds it up. */
 #define RUN_TARGET_NS UINT64_C(500000)
 
+/* Batches from this size on are filled by all workers together, so that fewer slots are in use at
+ * a time and those stay in the processor's cache. */
+#define SHARED_BATCH_NBYTES (UINT64_C(1) << 20)
+
 #define SEED_COUNT (UINT64_C(1) << 31)
 
 enum hx_status hx_plan_publish(struct hx_arena *arena, const struct hx_plan *plan)
@@ -48,6 +52,11 @@ static uint32_t run_length(const struct hx_arena *arena, const struct hx_slot *s
         length = 1;
     } else {
         length = RUN_TARGET_NS / item_ns;
+    }
+    if (!header->is_batched && header->worker_count > 1 &&
+        header->slot_nbytes >= SHARED_BATCH_NBYTES) {
+        const uint64_t share = slot->plan.item_count / (2 * (uint64_t)header->worker_count);
+        length = length < share ? length : share;
     }
     if (length < 1)
         length = 1;

@@ -41,14 +41,14 @@ PyObject *core_run_new(struct core_state *state, struct hx_arena *arena, uint32_
 struct hx_plan;
 const struct hx_plan *core_plan_get(struct core_state *state, PyObject *object);
 
-/* Begin an item for the generators behind random and numpy.random; see py_random.c. */
-void core_random_begin(uint64_t seed);
+/* Begin an item for the generators behind random and numpy.random; see py_random.c. Returns
+ * whether the latter was drawn from in the item before. */
+int core_random_begin(uint64_t seed);
 
 /* Functions of the module, defined next to what they are about. */
 PyObject *core_start_guard(PyObject *module, PyObject *argument);
 PyObject *core_random_capsule(PyObject *module, PyObject *inner);
 PyObject *core_random_choose_inner(PyObject *module, PyObject *unused);
-PyObject *core_random_is_drawn(PyObject *module, PyObject *unused);
 PyObject *core_random_take_seed(PyObject *module, PyObject *unused);
 
 /* End a heap type's instance: free it and drop its reference to the type. */

@@ -54,8 +54,6 @@ PyDoc_STRVAR(capsule_doc, "random_capsule(inner, /)\n--\n\n"
                           "``inner`` is the capsule to draw from once the user has seeded.");
 PyDoc_STRVAR(choose_inner_doc, "random_choose_inner()\n--\n\n"
                                "Draw from the inner generator until the next item begins.");
-PyDoc_STRVAR(is_drawn_doc, "random_is_drawn()\n--\n\n"
-                           "Whether numpy.random was drawn from since the item began.");
 PyDoc_STRVAR(take_seed_doc, "random_take_seed()\n--\n\n"
                             "The seed of the current item, once per item; then None.");
 
@@ -65,7 +63,6 @@ static PyMethodDef core_functions[] = {
     {"start_guard", core_start_guard, METH_O, guard_doc},
     {"random_capsule", core_random_capsule, METH_O, capsule_doc},
     {"random_choose_inner", core_random_choose_inner, METH_NOARGS, choose_inner_doc},
-    {"random_is_drawn", core_random_is_drawn, METH_NOARGS, is_drawn_doc},
     {"random_take_seed", core_random_take_seed, METH_NOARGS, take_seed_doc},
     {NULL, NULL, 0, NULL},
 };

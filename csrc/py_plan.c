@@ -193,8 +193,7 @@ static PyObject *run_begin(PyObject *object, PyObject *const *args, Py_ssize_t n
     if (PyErr_Occurred())
         return NULL;
     hx_store_relaxed_u32(&self->arena->workers[self->worker].item, (uint32_t)item);
-    core_random_begin(seed);
-    Py_RETURN_NONE;
+    return PyBool_FromLong(core_random_begin(seed));
 }
 
 /* Keep bytes for the trainer; 0 and *nbytes == 0 for None. Returns -1 with an exception. */
@@ -316,7 +315,8 @@ static PyGetSetDef run_getset[] = {
 
 static PyMethodDef run_methods[] = {
     {"begin", (PyCFunction)(void (*)(void))run_begin, METH_FASTCALL,
-     "begin(item, seed, /)\n--\n\nSay which item is loaded now, counted within the batch."},
+     "begin(item, seed, /)\n--\n\nSay which item is loaded now, counted within the batch.\n\n"
+     "Returns whether numpy.random was drawn from since the last begin()."},
     {"complete", run_complete, METH_O,
      "complete(results, /)\n--\n\nEnd the run; results is bytes for the trainer, or None."},
     {"fail", (PyCFunction)(void (*)(void))run_fail, METH_FASTCALL,

@@ -13,11 +13,13 @@ static struct hx_bitgen item_bitgen;
 static uint64_t item_seed;
 static int is_seed_pending;
 
-void core_random_begin(uint64_t seed)
+int core_random_begin(uint64_t seed)
 {
+    const int is_drawn = (int)item_random.is_drawn;
     hx_item_random_begin(&item_random, seed);
     item_seed = seed;
     is_seed_pending = 1;
+    return is_drawn;
 }
 
 PyObject *core_random_capsule(PyObject *module, PyObject *inner)
@@ -37,13 +39,6 @@ PyObject *core_random_choose_inner(PyObject *module, PyObject *unused)
     (void)unused;
     item_random.is_inner_chosen = 1;
     Py_RETURN_NONE;
-}
-
-PyObject *core_random_is_drawn(PyObject *module, PyObject *unused)
-{
-    (void)module;
-    (void)unused;
-    return PyBool_FromLong((long)item_random.is_drawn);
 }
 
 PyObject *core_random_take_seed(PyObject *module, PyObject *unused)

@@ -113,6 +113,5 @@ class ItemRandom:
         np.random.set_bit_generator(self._user_bits)
 
     def forget(self) -> None:
-        """Drop what NumPy keeps of the last item's normal draws; call it between items."""
-        if _core.random_is_drawn():
-            np.random.set_bit_generator(self._bits)
+        """Drop what NumPy keeps of an item's normal draws; call it after one that drew."""
+        np.random.set_bit_generator(self._bits)

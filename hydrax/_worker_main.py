@@ -227,9 +227,9 @@ class ItemLoader:
             if self._job.is_debug:
                 loader = _poisoning(loader)
             for index, view, seed, item_seed in zip(indices, views, given, seeds, strict=True):
-                begin(item, item_seed)
+                if begin(item, item_seed):
+                    forget()
                 result = loader(data[index], view, seed)
-                forget()
                 if result is not None:
                     if not has_results:
                         results.extend([None] * (item - run.first - len(results)))
@@ -268,7 +268,8 @@ class ItemLoader:
         seeds: array.array[int] = array.array("q", bytes(8 * count))
         run.fill_seeds(seeds)
         try:
-            run.begin(run.first, seeds[0])
+            if run.begin(run.first, seeds[0]):
+                self._random.forget()
             loader = self._job.loader_func
             if self._job.is_debug:
                 loader = _poisoning(loader)
@@ -276,7 +277,6 @@ class ItemLoader:
             result = loader(
                 descriptors, MappingProxyType(parts), None if group.is_validation else seeds
             )
-            self._random.forget()
             results = _checked_batch_result(result, count)
         except BaseException as error:
             raise _ItemFailed(run.first, "loading") from error
