@@ -122,8 +122,7 @@ static void destroy_arena(struct hx_arena *arena)
 /* Map the first nbytes of arena->memory_fd. */
 static enum hx_status map_memory(struct hx_arena *arena, uint64_t nbytes)
 {
-    void *base =
-        mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, arena->memory_fd, 0);
+    void *base = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, arena->memory_fd, 0);
     if (base == MAP_FAILED)
         return errno == ENOMEM ? HX_NO_MEMORY : HX_SYSTEM;
     arena->header = base;
@@ -167,8 +166,7 @@ enum hx_status hx_arena_create(const struct hx_arena_config *config, struct hx_a
     arena->results_fd = memfd_create("hydrax-results", MFD_CLOEXEC);
     arena->work_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK | EFD_SEMAPHORE);
     arena->ready_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (arena->memory_fd < 0 || arena->results_fd < 0 || arena->work_fd < 0 ||
-        arena->ready_fd < 0)
+    if (arena->memory_fd < 0 || arena->results_fd < 0 || arena->work_fd < 0 || arena->ready_fd < 0)
         goto cleanup;
     if (ftruncate(arena->memory_fd, (off_t)header.total_nbytes) != 0)
         goto cleanup;
@@ -217,8 +215,7 @@ static int is_valid_header(const struct hx_header *header, uint64_t file_nbytes)
     lay_out(&config, &expected);
     return header->total_nbytes == expected.total_nbytes &&
            header->data_offset == expected.data_offset &&
-           header->records_offset == expected.records_offset &&
-           header->total_nbytes <= file_nbytes;
+           header->records_offset == expected.records_offset && header->total_nbytes <= file_nbytes;
 }
 
 enum hx_status hx_arena_attach(int memory_fd, int results_fd, int work_fd, int ready_fd,

@@ -33,9 +33,9 @@ struct hx_arena {
     struct hx_plan *plans;
     struct hx_worker *workers;
     struct hx_slot *slots;
-    struct hx_record *records; /* batch_capacity for each slot */
-    uint8_t *data;             /* slot i starts at i * slot_nbytes */
-    uint64_t nbytes;           /* of the mapping */
+    struct hx_record *records;      /* batch_capacity for each slot */
+    uint8_t *data;                  /* slot i starts at i * slot_nbytes */
+    uint64_t nbytes;                /* of the mapping */
     _Atomic uint32_t *lease_counts; /* per slot: references held in this process */
     _Atomic uint32_t reference_count;
     _Atomic uint32_t is_kicked; /* hx_arena_kick() was called and not yet answered */

@@ -79,9 +79,8 @@ struct hx_dlpack_managed *hx_dlpack_export(struct hx_arena *arena, uint32_t slot
     return managed;
 }
 
-struct hx_dlpack_managed_versioned *hx_dlpack_export_versioned(struct hx_arena *arena,
-                                                               uint32_t slot,
-                                                               const struct hx_dlpack_spec *spec)
+struct hx_dlpack_managed_versioned *
+hx_dlpack_export_versioned(struct hx_arena *arena, uint32_t slot, const struct hx_dlpack_spec *spec)
 {
     struct lease_record *record = NULL;
     struct hx_dlpack_managed_versioned *managed = calloc(1, sizeof *managed);

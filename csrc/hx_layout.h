@@ -89,9 +89,9 @@ struct hx_worker {
     _Atomic uint32_t first;                              /* the run: first item */
     _Atomic uint32_t count;                              /* the run: items */
     _Atomic uint32_t item;                               /* item being loaded */
-    _Atomic uint64_t since_ns;   /* start of the run, CLOCK_MONOTONIC */
-    _Atomic uint64_t item_count; /* items loaded so far */
-    _Atomic uint64_t busy_ns;    /* time in runs so far */
+    _Atomic uint64_t since_ns;                           /* start of the run, CLOCK_MONOTONIC */
+    _Atomic uint64_t item_count;                         /* items loaded so far */
+    _Atomic uint64_t busy_ns;                            /* time in runs so far */
 };
 
 struct hx_header {
@@ -100,9 +100,9 @@ struct hx_header {
     uint32_t slot_count;
     uint32_t worker_count;
     uint32_t group_count;
-    uint32_t plan_capacity; /* a power of two */
+    uint32_t plan_capacity;  /* a power of two */
     uint32_t batch_capacity; /* items of the largest batch; records per slot */
-    uint32_t is_batched;    /* runs are as long as can be, for loaders that take many items */
+    uint32_t is_batched;     /* runs are as long as can be, for loaders that take many items */
     uint32_t padding;
     uint64_t slot_nbytes; /* a multiple of the page size */
     uint64_t groups_offset;
@@ -113,8 +113,9 @@ struct hx_header {
     uint64_t data_offset; /* page-aligned */
     uint64_t total_nbytes;
     _Alignas(HX_CACHE_LINE) pthread_mutex_t mutex; /* process-shared and robust */
-    _Atomic uint64_t plan_head; /* next plan to open; written under the mutex */
-    _Alignas(HX_CACHE_LINE) _Atomic uint64_t plan_tail; /* plans published; written by the trainer */
+    _Atomic uint64_t plan_head;                    /* next plan to open; written under the mutex */
+    _Alignas(
+        HX_CACHE_LINE) _Atomic uint64_t plan_tail; /* plans published; written by the trainer */
     _Alignas(HX_CACHE_LINE) _Atomic uint32_t is_closing;
     _Alignas(HX_CACHE_LINE) _Atomic uint32_t idle_workers;
     _Alignas(HX_CACHE_LINE) _Atomic uint32_t is_trainer_waiting;

@@ -125,8 +125,8 @@ enum hx_status hx_run_claim(struct hx_arena *arena, uint32_t worker, struct hx_r
     hx_arena_unlock(arena);
     if (is_more)
         hx_arena_wake_worker(arena);
-    if (status == HX_OK && hx_load_relaxed_u32(&arena->slots[slot_index].state) ==
-                               HX_SLOT_RESERVING) {
+    if (status == HX_OK &&
+        hx_load_relaxed_u32(&arena->slots[slot_index].state) == HX_SLOT_RESERVING) {
         status = hx_slot_reserve(arena, slot_index);
         if (status != HX_OK)
             hx_run_fail(arena, worker, out, out->first, 0, 0, HX_RECORD_NO_MEMORY);
@@ -205,17 +205,15 @@ void hx_plan_items(const struct hx_plan *plan, uint32_t first, uint32_t count, i
 {
     const uint64_t start = plan->first_position + first;
     if (indices != NULL) {
-        const struct hx_permutation order =
-            hx_permutation_make(plan->order_key, plan->order_count);
+        const struct hx_permutation order = hx_permutation_make(plan->order_key, plan->order_count);
         for (uint32_t i = 0; i < count; i++)
-            indices[i] = (int64_t)(plan->order_count == 0
-                                       ? start + i
-                                       : hx_permutation_at(&order, start + i));
+            indices[i] = (int64_t)(plan->order_count == 0 ? start + i
+                                                          : hx_permutation_at(&order, start + i));
     }
     if (seeds != NULL) {
         const struct hx_permutation order = hx_permutation_make(plan->seed_key, SEED_COUNT);
         for (uint32_t i = 0; i < count; i++)
-            seeds[i] = (int64_t)hx_permutation_at(&order, (plan->seed_start + start + i) %
-                                                              SEED_COUNT);
+            seeds[i] =
+                (int64_t)hx_permutation_at(&order, (plan->seed_start + start + i) % SEED_COUNT);
     }
 }

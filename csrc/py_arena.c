@@ -6,9 +6,8 @@
 #include "py_errors.h"
 
 struct arena_object {
-    PyObject_HEAD
-    struct hx_arena *arena; /* owned reference */
-    Py_ssize_t data_nbytes; /* shape of exported buffers */
+    PyObject_HEAD struct hx_arena *arena; /* owned reference */
+    Py_ssize_t data_nbytes;               /* shape of exported buffers */
 };
 
 static struct hx_arena *arena_of(PyObject *object)
@@ -32,8 +31,9 @@ static PyObject *wrap(PyTypeObject *type, struct hx_arena *arena)
 
 static int parse_config(PyObject *args, PyObject *kwargs, struct hx_arena_config *config)
 {
-    static char *names[] = {"slot_count",     "slot_nbytes", "worker_count", "group_count",
-                            "batch_capacity", "is_batched",  NULL};
+    static char *names[] = {"slot_count",  "slot_nbytes",    "worker_count",
+                            "group_count", "batch_capacity", "is_batched",
+                            NULL};
     unsigned long long slot_nbytes;
     unsigned int slot_count, worker_count, group_count, batch_capacity;
     int is_batched;
@@ -134,7 +134,7 @@ static PyObject *arena_watch(PyObject *object, PyObject *args)
         return NULL;
     }
     arena->worker_fds[worker] = fd;
-    Py_RETURN_NONE;
+    return Py_NewRef(Py_None);
 }
 
 /* Serial argument: an int, or None for any. Returns -1 with an exception. */
@@ -155,7 +155,7 @@ static PyObject *arena_take(PyObject *object, PyObject *argument)
     if (parse_serial(argument, &serial) != 0)
         return NULL;
     if (hx_trainer_take(arena_of(object), serial, &slot) != HX_OK)
-        Py_RETURN_NONE;
+        return Py_NewRef(Py_None);
     return core_lease_new(core_state_of(Py_TYPE(object)), arena_of(object), slot);
 }
 
@@ -174,12 +174,10 @@ static PyObject *arena_wait(PyObject *object, PyObject *const *args, Py_ssize_t 
     deadline = args[1] == Py_None ? HX_FOREVER : PyLong_AsUnsignedLongLong(args[1]);
     if (PyErr_Occurred())
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = hx_trainer_wait(arena, serial, deadline, &slot, &worker);
+    Py_BEGIN_ALLOW_THREADS status = hx_trainer_wait(arena, serial, deadline, &slot, &worker);
     Py_END_ALLOW_THREADS
-    /* A signal: let its handler run; it may raise, or ask to stop. */
-    if (status == HX_INTERRUPTED && PyErr_CheckSignals() != 0)
-        return NULL;
+        /* A signal: let its handler run; it may raise, or ask to stop. */
+        if (status == HX_INTERRUPTED && PyErr_CheckSignals() != 0) return NULL;
     switch (status) {
     case HX_OK:
         return core_lease_new(core_state_of(Py_TYPE(object)), arena, slot);
@@ -220,14 +218,14 @@ static PyObject *arena_claim(PyObject *object, PyObject *const *args, Py_ssize_t
     for (;;) {
         status = hx_run_claim(arena, (uint32_t)worker, &run);
         if (status == HX_NOTHING) {
-            Py_BEGIN_ALLOW_THREADS
-            status = hx_worker_next(arena, (uint32_t)worker, (int)trainer_fd, deadline, &run);
+            Py_BEGIN_ALLOW_THREADS status =
+                hx_worker_next(arena, (uint32_t)worker, (int)trainer_fd, deadline, &run);
             Py_END_ALLOW_THREADS
         }
         if (status == HX_INTERRUPTED && PyErr_CheckSignals() != 0)
             return NULL;
         if (status == HX_INTERRUPTED && trainer_fd < 0)
-            Py_RETURN_NONE; /* a trainer that loads itself may have been asked to stop */
+            return Py_NewRef(Py_None); /* a trainer that loads itself may have been asked to stop */
         /* Without memory the batch has failed and says so; the next one may do better. */
         if (status != HX_INTERRUPTED && status != HX_NO_MEMORY)
             break;
@@ -237,7 +235,7 @@ static PyObject *arena_claim(PyObject *object, PyObject *const *args, Py_ssize_t
         return core_run_new(core_state_of(Py_TYPE(object)), arena, (uint32_t)worker, &run);
     case HX_TIMEOUT:
     case HX_CLOSED:
-        Py_RETURN_NONE;
+        return Py_NewRef(Py_None);
     default:
         return core_raise(status, "waiting for work");
     }
@@ -247,14 +245,14 @@ static PyObject *arena_close(PyObject *object, PyObject *unused)
 {
     (void)unused;
     hx_arena_close(arena_of(object));
-    Py_RETURN_NONE;
+    return Py_NewRef(Py_None);
 }
 
 static PyObject *arena_kick(PyObject *object, PyObject *unused)
 {
     (void)unused;
     hx_arena_kick(arena_of(object));
-    Py_RETURN_NONE;
+    return Py_NewRef(Py_None);
 }
 
 static PyObject *arena_set_started(PyObject *object, PyObject *argument)
@@ -268,7 +266,7 @@ static PyObject *arena_set_started(PyObject *object, PyObject *argument)
         return NULL;
     }
     hx_store_relaxed_u32(&arena->workers[worker].is_started, 1);
-    Py_RETURN_NONE;
+    return Py_NewRef(Py_None);
 }
 
 static PyObject *arena_worker_state(PyObject *object, PyObject *argument)
@@ -288,12 +286,10 @@ static PyObject *arena_worker_state(PyObject *object, PyObject *argument)
     slot_index = hx_load_acquire_u32(&record->slot);
     if (slot_index == HX_NO_SLOT)
         return Py_BuildValue("(OOOK)",
-                             hx_load_relaxed_u32(&record->is_started) ? Py_True : Py_False,
-                             Py_None, Py_None,
-                             (unsigned long long)hx_load_relaxed_u64(&record->item_count));
+                             hx_load_relaxed_u32(&record->is_started) ? Py_True : Py_False, Py_None,
+                             Py_None, (unsigned long long)hx_load_relaxed_u64(&record->item_count));
     slot = &arena->slots[slot_index];
-    return Py_BuildValue("(O(KI)dK)",
-                         hx_load_relaxed_u32(&record->is_started) ? Py_True : Py_False,
+    return Py_BuildValue("(O(KI)dK)", hx_load_relaxed_u32(&record->is_started) ? Py_True : Py_False,
                          (unsigned long long)slot->plan.serial,
                          (unsigned int)hx_load_relaxed_u32(&record->item),
                          (double)(hx_now_ns() - hx_load_relaxed_u64(&record->since_ns)) * 1e-9,
@@ -306,8 +302,7 @@ static PyObject *arena_slot_states(PyObject *object, PyObject *unused)
     PyObject *list = PyList_New((Py_ssize_t)arena->header->slot_count);
     (void)unused;
     for (uint32_t i = 0; list != NULL && i < arena->header->slot_count; i++) {
-        PyObject *state =
-            PyLong_FromUnsignedLong(hx_load_acquire_u32(&arena->slots[i].state));
+        PyObject *state = PyLong_FromUnsignedLong(hx_load_acquire_u32(&arena->slots[i].state));
         if (state == NULL)
             Py_CLEAR(list);
         else

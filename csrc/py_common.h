@@ -1,6 +1,8 @@
 /* What the py_* files share: the module's state and the types they define.
  *
- * py_* files translate between Python and hx_*; they hold no algorithms.
+ * py_* files translate between Python and hx_*; they hold no algorithms. They return None as
+ * Py_NewRef(Py_None): built with the headers of a later Python, Py_RETURN_NONE takes None for
+ * immortal, which it is not in the oldest Python that the limited API serves.
  */
 #ifndef HX_PY_COMMON_H
 #define HX_PY_COMMON_H

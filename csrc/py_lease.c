@@ -8,14 +8,12 @@
 #define CAPSULE_NAME_VERSIONED "dltensor_versioned"
 
 struct lease_object {
-    PyObject_HEAD
-    struct hx_arena *arena; /* kept mapped by the lease reference that is owned */
+    PyObject_HEAD struct hx_arena *arena; /* kept mapped by the lease reference that is owned */
     uint32_t slot;
 };
 
 struct tensor_object {
-    PyObject_HEAD
-    struct hx_arena *arena; /* kept mapped by the lease reference that is owned */
+    PyObject_HEAD struct hx_arena *arena; /* kept mapped by the lease reference that is owned */
     uint32_t slot;
     struct hx_dlpack_spec spec;
 };
@@ -179,9 +177,8 @@ static PyObject *lease_records(PyObject *object, PyObject *unused)
         PyObject *entry = NULL;
         int error = payload == NULL;
         if (!error) {
-            const enum hx_status status =
-                hx_slot_results_read(self->arena, self->slot, record->offset,
-                                     PyBytes_AsString(payload), record->nbytes);
+            const enum hx_status status = hx_slot_results_read(
+                self->arena, self->slot, record->offset, PyBytes_AsString(payload), record->nbytes);
             if (status != HX_OK)
                 core_raise(status, "reading additional results");
             else
@@ -302,9 +299,8 @@ static PyObject *tensor_dlpack(PyObject *object, PyObject *args, PyObject *kwarg
         if (!PyArg_ParseTuple(max_version, "ll", &major, &minor))
             goto cleanup;
     }
-    result = major >= HX_DLPACK_MAJOR
-                 ? make_capsule_versioned(self->arena, self->slot, &self->spec)
-                 : make_capsule(self->arena, self->slot, &self->spec);
+    result = major >= HX_DLPACK_MAJOR ? make_capsule_versioned(self->arena, self->slot, &self->spec)
+                                      : make_capsule(self->arena, self->slot, &self->spec);
 
 cleanup:
     Py_XDECREF(empty);
@@ -322,8 +318,7 @@ static PyMethodDef tensor_methods[] = {
     {"__dlpack__", (PyCFunction)(void (*)(void))tensor_dlpack, METH_VARARGS | METH_KEYWORDS,
      "__dlpack__(*, stream=None, max_version=None, dl_device=None, copy=None)\n--\n\n"
      "A new DLPack capsule."},
-    {"__dlpack_device__", tensor_dlpack_device, METH_NOARGS,
-     "__dlpack_device__()\n--\n\nThe CPU."},
+    {"__dlpack_device__", tensor_dlpack_device, METH_NOARGS, "__dlpack_device__()\n--\n\nThe CPU."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -52,8 +52,10 @@ PyDoc_STRVAR(guard_doc, "start_guard(trainer_fd, /)\n--\n\n"
 PyDoc_STRVAR(capsule_doc, "random_capsule(inner, /)\n--\n\n"
                           "A NumPy bit generator capsule that starts anew with each item.\n\n"
                           "``inner`` is the capsule to draw from once the user has seeded.");
-PyDoc_STRVAR(choose_inner_doc, "random_choose_inner()\n--\n\n"
-                               "Draw from the inner generator until the next item begins.");
+PyDoc_STRVAR(choose_inner_doc,
+             "random_choose_inner()\n--\n\n"
+             "Draw from the inner generator until the next item begins.\n\n"
+             "Returns the item's seed in 32 bits, or None if it was chosen already.");
 PyDoc_STRVAR(take_seed_doc, "random_take_seed()\n--\n\n"
                             "The seed of the current item, once per item; then None.");
 

@@ -1,18 +1,16 @@
 /* Types Plan (one batch to load) and Run (items of it that a worker has taken). */
-#include "hx_plan.h"
 #include "hx_atomic.h"
+#include "hx_plan.h"
 #include "hx_slot.h"
 #include "py_common.h"
 #include "py_errors.h"
 
 struct plan_object {
-    PyObject_HEAD
-    struct hx_plan plan;
+    PyObject_HEAD struct hx_plan plan;
 };
 
 struct run_object {
-    PyObject_HEAD
-    struct hx_arena *arena; /* owned reference */
+    PyObject_HEAD struct hx_arena *arena; /* owned reference */
     struct hx_run run;
     uint32_t worker;
     int is_ended;
@@ -29,9 +27,9 @@ const struct hx_plan *core_plan_get(struct core_state *state, PyObject *object)
 
 static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"serial",    "epoch",    "first_position", "order_key",
-                            "order_count", "seed_key", "seed_start",     "group",
-                            "item_count", "kind",     NULL};
+    static char *names[] = {"serial",   "epoch",      "first_position", "order_key",  "order_count",
+                            "seed_key", "seed_start", "group",          "item_count", "kind",
+                            NULL};
     unsigned long long serial, epoch, first, order_key, order_count, seed_key, seed_start;
     unsigned int group, item_count, kind;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
@@ -59,8 +57,7 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 }
 
 /* Items or seeds of a plan as a new list of ints. */
-static PyObject *plan_list(const struct hx_plan *plan, uint32_t first, uint32_t count,
-                           int is_seeds)
+static PyObject *plan_list(const struct hx_plan *plan, uint32_t first, uint32_t count, int is_seeds)
 {
     PyObject *list = NULL;
     int64_t *values = PyMem_Malloc((count + 1) * sizeof *values);
@@ -93,7 +90,7 @@ static PyObject *plan_fill(const struct hx_plan *plan, uint32_t first, uint32_t 
     }
     hx_plan_items(plan, first, count, is_seeds ? NULL : view.buf, is_seeds ? view.buf : NULL);
     PyBuffer_Release(&view);
-    Py_RETURN_NONE;
+    return Py_NewRef(Py_None);
 }
 
 static PyObject *plan_indices(PyObject *self, PyObject *unused)
@@ -137,12 +134,8 @@ PyDoc_STRVAR(plan_doc,
              "group, item_count, kind)\n--\n\nOne batch that is to be loaded.");
 
 static PyType_Slot plan_slots[] = {
-    {Py_tp_doc, (void *)plan_doc},
-    {Py_tp_new, plan_new},
-    {Py_tp_dealloc, plan_dealloc},
-    {Py_tp_methods, plan_methods},
-    {Py_tp_getset, plan_getset},
-    {0, NULL},
+    {Py_tp_doc, (void *)plan_doc}, {Py_tp_new, plan_new},       {Py_tp_dealloc, plan_dealloc},
+    {Py_tp_methods, plan_methods}, {Py_tp_getset, plan_getset}, {0, NULL},
 };
 
 static PyType_Spec plan_spec = {
@@ -234,7 +227,7 @@ static PyObject *run_complete(PyObject *object, PyObject *payload)
         return NULL;
     self->is_ended = 1;
     hx_run_complete(self->arena, self->worker, &self->run, offset, nbytes);
-    Py_RETURN_NONE;
+    return Py_NewRef(Py_None);
 }
 
 static PyObject *run_fail(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
@@ -257,7 +250,7 @@ static PyObject *run_fail(PyObject *object, PyObject *const *args, Py_ssize_t na
     self->is_ended = 1;
     hx_run_fail(self->arena, self->worker, &self->run, (uint32_t)item, offset, nbytes,
                 HX_RECORD_ERROR);
-    Py_RETURN_NONE;
+    return Py_NewRef(Py_None);
 }
 
 static PyObject *run_indices(PyObject *object, PyObject *unused)
@@ -286,12 +279,12 @@ static PyObject *run_fill_seeds(PyObject *object, PyObject *target)
     return plan_fill(&run->plan, run->first, run->count, target, 1);
 }
 
-#define RUN_NUMBER(name, expression)                                   \
-    static PyObject *run_get_##name(PyObject *object, void *closure)   \
-    {                                                                  \
-        const struct hx_run *run = &((struct run_object *)object)->run; \
-        (void)closure;                                                 \
-        return PyLong_FromUnsignedLongLong(expression);                \
+#define RUN_NUMBER(name, expression)                                                               \
+    static PyObject *run_get_##name(PyObject *object, void *closure)                               \
+    {                                                                                              \
+        const struct hx_run *run = &((struct run_object *)object)->run;                            \
+        (void)closure;                                                                             \
+        return PyLong_FromUnsignedLongLong(expression);                                            \
     }
 
 RUN_NUMBER(slot, run->slot)

@@ -13,5 +13,5 @@ PyObject *core_start_guard(PyObject *module, PyObject *argument)
     status = hx_guard_start((int)fd);
     if (status != HX_OK)
         return core_raise(status, "starting the guard of a loader process");
-    Py_RETURN_NONE;
+    return Py_NewRef(Py_None);
 }

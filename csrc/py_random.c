@@ -37,8 +37,11 @@ PyObject *core_random_choose_inner(PyObject *module, PyObject *unused)
 {
     (void)module;
     (void)unused;
+    item_random.is_drawn = 1; /* a state may have brought a normal draw with it */
+    if (item_random.is_inner_chosen)
+        return Py_NewRef(Py_None);
     item_random.is_inner_chosen = 1;
-    Py_RETURN_NONE;
+    return PyLong_FromUnsignedLongLong(item_seed & UINT32_MAX);
 }
 
 PyObject *core_random_take_seed(PyObject *module, PyObject *unused)
@@ -46,7 +49,7 @@ PyObject *core_random_take_seed(PyObject *module, PyObject *unused)
     (void)module;
     (void)unused;
     if (!is_seed_pending)
-        Py_RETURN_NONE;
+        return Py_NewRef(Py_None);
     is_seed_pending = 0;
     return PyLong_FromUnsignedLongLong(item_seed);
 }

@@ -47,8 +47,7 @@ class _BatchData(Sequence[D], Generic[D]):
 
 
 class Batch(Generic[D]):
-    """One batch of loaded items: the common part of :class:`TrainingBatch` and
-    :class:`ValidationBatch`.
+    """One batch of loaded items; a :class:`TrainingBatch` or a :class:`ValidationBatch`.
 
     Batches are made by a :class:`~hydrax.Dataloader` only. A batch takes one of the Dataloader's
     ``depth`` slots for as long as one of its arrays lives, in whatever variable, container or
@@ -56,13 +55,22 @@ class Batch(Generic[D]):
     :meth:`copy` of what is to be kept.
     """
 
-    __slots__ = ("__weakref__", "_additional", "_arrays", "_group", "_indices", "_planned")
+    __slots__ = (
+        "__weakref__",
+        "_additional",
+        "_arrays",
+        "_group",
+        "_indices",
+        "_memory",
+        "_planned",
+    )
 
     _group: DataGroup[D]
     _planned: PlannedBatch
     _arrays: Mapping[str, jax.Array]
     _additional: Mapping[str, list[Any]]
     _indices: list[int] | None
+    _memory: range
 
     def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError("batches are made by a Dataloader only")
@@ -167,13 +175,31 @@ class Batch(Generic[D]):
         """
         raise NotImplementedError("the disk cache (Batch.cache) is not available yet")
 
+    @property
+    def is_zero_copy(self) -> bool:
+        """Whether all arrays are the shared memory that the loader function filled.
+
+        So it is on the CPU, except for dtypes of less than 8 bits, which XLA packs. On other
+        devices, with a placement_func that copies, and after :meth:`copy` it is False.
+        """
+        try:
+            pointers = [array.unsafe_buffer_pointer() for array in self._arrays.values()]
+        except (RuntimeError, ValueError, NotImplementedError):  # sharded, or donated
+            return False
+        return all(pointer in self._memory for pointer in pointers)
+
     def copy(self) -> Batch[D]:
         """The same batch with arrays of their own, which outlive the slot.
 
         Example:
-            >>> kept = []
-            >>> for batch in dataloader:
-            ...     kept.append(batch.copy())
+            >>> import hydrax
+            >>> group = hydrax.DataGroup(1, range(4), loader_arrays={"x": ((), "i4", "i4")})
+            >>> def load(number, arrays, seed):
+            ...     arrays["x"][...] = number
+            >>> with hydrax.Dataloader(load, group, depth=1, end_at=("epoch", 1)) as dataloader:
+            ...     kept = list(map(hydrax.Batch.copy, dataloader))
+            >>> [int(batch.arrays["x"][0]) for batch in kept]
+            [0, 1, 2, 3]
         """
         import jax.numpy as jnp
 
@@ -187,6 +213,7 @@ class Batch(Generic[D]):
         batch._arrays = MappingProxyType(copied)
         batch._additional = self._additional
         batch._indices = self._indices
+        batch._memory = self._memory
         return batch
 
     def block_until_ready(self) -> Batch[D]:
@@ -277,14 +304,15 @@ def make_batch(
     planned: PlannedBatch,
     arrays: dict[str, jax.Array],
     additional: dict[str, list[Any]] | None,
+    memory: range,
 ) -> Batch[D]:
-    """A batch, for the Dataloader."""
-    batch: Batch[D] = object.__new__(
-        TrainingBatch if planned.kind == _core.TRAINING else ValidationBatch
-    )
+    """A batch, for the Dataloader; memory is the range of the arena's addresses."""
+    cls: Any = TrainingBatch if planned.kind == _core.TRAINING else ValidationBatch
+    batch: Batch[D] = object.__new__(cls)
     batch._group = group
     batch._planned = planned
     batch._arrays = MappingProxyType(arrays)
     batch._additional = _NO_ADDITIONAL if additional is None else MappingProxyType(additional)
     batch._indices = None
+    batch._memory = memory
     return batch

@@ -17,7 +17,7 @@ def _is_integer(dtype: np.dtype[Any]) -> bool:
 
 
 def _integer_range(dtype: np.dtype[Any]) -> tuple[int, int]:
-    info = np.iinfo(dtype) if dtype.kind in "iu" else ml_dtypes.iinfo(dtype)
+    info: Any = np.iinfo(dtype) if dtype.kind in "iu" else ml_dtypes.iinfo(dtype)  # type: ignore[no-untyped-call]
     return int(info.min), int(info.max)
 
 
@@ -44,17 +44,14 @@ def convert(name: str, source: np.ndarray[Any, Any], target: np.ndarray[Any, Any
     """
     if _is_integer(target.dtype):
         bad = _outside(source, *_integer_range(target.dtype))
-        if bad is None and source.dtype.kind not in "iub":
-            with np.errstate(invalid="ignore"):
-                np.copyto(target, source.astype(np.float64).astype(np.int64), casting="unsafe")
-        elif bad is None:
+        if bad is None or not bad.any():
             np.copyto(target, source, casting="unsafe")
     else:
         with np.errstate(over="ignore", invalid="ignore"):
             np.copyto(target, source, casting="unsafe")
         bad = None
-        if target.dtype.kind not in "b" and not np.can_cast(source.dtype, target.dtype, "safe"):
-            bad = np.isfinite(source) & ~np.isfinite(target)
+        if target.dtype.kind != "b" and not np.can_cast(source.dtype, target.dtype, "safe"):
+            bad = _changed_kind(_as_numbers(source), _as_numbers(target), target.dtype)
     if bad is not None and bad.any():
         position = tuple(int(index) for index in np.argwhere(bad)[0])
         raise ValueRangeError(
@@ -75,9 +72,24 @@ def _outside(source: np.ndarray[Any, Any], low: int, high: int) -> np.ndarray[An
         below = source < low if int(np.iinfo(source.dtype).min) < low else False
         above = source > high if int(np.iinfo(source.dtype).max) > high else False
         return np.asarray(below | above)
-    # In float64 low and high + 1 are exact, which high itself need not be.
-    values = source.astype(np.float64)
-    bad = ~((values > low - 1) & (values < high + 1))
-    if high + 1 > 2**53:
-        bad |= values < low
-    return bad
+    # Fractions are cut off; in float64 low and high + 1 are exact, which high need not be.
+    values = np.trunc(source.astype(np.float64))
+    inside = (values >= low) & (values < high + 1)
+    return np.asarray(~inside)
+
+
+def _as_numbers(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The same values in a dtype that all of NumPy's functions know."""
+    return values if values.dtype.kind in "biufc" else values.astype(np.float64)
+
+
+def _changed_kind(
+    before: np.ndarray[Any, Any], after: np.ndarray[Any, Any], target: np.dtype[Any]
+) -> np.ndarray[Any, Any]:
+    """Where a finite number, an infinity or NaN became something else, or hit the largest value."""
+    bad = (np.isfinite(before) & ~np.isfinite(after)) | (np.isinf(before) & ~np.isinf(after))
+    bad |= np.isnan(before) & ~np.isnan(after)
+    if target.name.startswith("float4"):
+        # These have no infinity: too large a number becomes the largest one.
+        bad |= np.abs(before) > float(ml_dtypes.finfo(target).max)  # type: ignore[no-untyped-call]
+    return np.asarray(bad)

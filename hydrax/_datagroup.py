@@ -22,8 +22,8 @@ ShuffleMode = Literal["repeat", "reseed", "itemwise", "batchwise", "default"]
 _SHUFFLE_MODES = ("repeat", "reseed", "itemwise", "batchwise", "default")
 
 
-def check_int(name: str, value: Any, *, minimum: int) -> int:
-    """Value as an int of at least minimum, or an error that names the argument.
+def check_int(name: str, value: Any, *, minimum: int, maximum: int = 2**62) -> int:
+    """Value as an int within [minimum, maximum], or an error that names the argument.
 
     Example:
         >>> check_int("depth", 3, minimum=1)
@@ -37,6 +37,8 @@ def check_int(name: str, value: Any, *, minimum: int) -> int:
         raise TypeError(f"{name} is {value!r}; expected an int") from None
     if number < minimum:
         raise ValueError(f"{name} is {number}; it must be at least {minimum}")
+    if number > maximum:
+        raise ValueError(f"{name} is {number}; it must be at most {maximum}")
     return number
 
 
@@ -123,12 +125,15 @@ class DataGroup(Sequence[D], Generic[D]):
         if loader_arrays is None:
             raise ValueError("loader_arrays is missing; name the arrays that an item is loaded to")
         self._specs = parse_specs("loader_arrays", loader_arrays)
-        self._seed = check_int("seed", seed, minimum=-(2**63))
+        self._seed = check_int("seed", seed, minimum=-(2**63), maximum=2**64 - 1)
         self._data = _as_sequence(data)
-        count = len(self._data)
+        try:
+            count = len(self._data)
+        except OverflowError:
+            raise ValueError("data has more items than the 2**63 - 1 that can be counted") from None
         if count == 0:
             raise ValueError("data is empty; a DataGroup needs at least one item")
-        self._batch_size = min(wanted, count)
+        self._batch_size = check_int("batch_size", min(wanted, count), minimum=1, maximum=2**31 - 1)
         if self._batch_size < wanted:
             logger.info("batch_size %d is capped at the %d items of data", wanted, count)
         self._shuffle_first = bool(shuffle_first)

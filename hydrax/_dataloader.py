@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import numbers
 import os
 import pickle
 import time
@@ -12,14 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar
 
-from hydrax import _core, _context, _spawned
+from hydrax import _context, _core, _spawned
 from hydrax._batch import Batch, make_batch
 from hydrax._datagroup import DataGroup, check_int
 from hydrax._interrupt import InterruptHandler
 from hydrax._memory import available_nbytes, format_nbytes
 from hydrax._schedule import GroupOrder, PlannedBatch, Schedule, Validation
 from hydrax._specs import ArrayLayout, lay_out, placed_specs
-from hydrax._worker_main import ItemLoader, LoadFailure, LoadGroup, LoadJob
+from hydrax._worker_main import ItemLoader, LoadFailure, LoadGroup, LoadJob, describe_failure
 from hydrax._workers import StartMethod, WorkerPool
 from hydrax.errors import ArenaMemoryError, BatchTimeoutError, LoaderError
 
@@ -35,6 +37,9 @@ D = TypeVar("D")
 
 _START_METHODS = ("fork", "forkserver", "spawn")
 _LEASED = 4  # enum hx_slot_state
+_FOREVER = 2**64
+# All slots held for so long: it may be garbage that holds them.
+_COLLECT_AFTER_NS = 100_000_000
 
 LoaderFunc = Callable[..., Mapping[str, Any] | None]
 PlacementFunc = Callable[
@@ -149,8 +154,8 @@ class Dataloader(Generic[D]):
             raise ValueError(
                 f"start_method is {start_method!r}; expected one of {', '.join(_START_METHODS)}"
             )
-        self._depth = check_int("depth", depth, minimum=1)
-        self._loader_count = check_int("loader_count", loader_count, minimum=0)
+        self._depth = check_int("depth", depth, minimum=1, maximum=2**20)
+        self._loader_count = check_int("loader_count", loader_count, minimum=0, maximum=2**12)
         check_int("cacher_count", cacher_count, minimum=0)
         self._timeout_s = _check_timeout(timeout_sec)
         self._deterministic = bool(deterministic)
@@ -188,12 +193,13 @@ class Dataloader(Generic[D]):
             len(self._training),
             bool(batched),
             bool(debug) or os.environ.get("HYDRAX_DEBUG", "0") not in ("", "0"),
-            check_int("loader_nice", loader_nice, minimum=-20),
+            check_int("loader_nice", loader_nice, minimum=-40, maximum=40),
         )
         self._packed_job: bytes | None = None
         if start_method != "fork" and self._loader_count > 0:
             self._packed_job = _spawned.pack_job(self._job)
-        self._arena_config = {
+        self._check_memory(self._depth * slot_nbytes)
+        self._arena_config: dict[str, Any] = {
             "slot_count": self._depth,
             "slot_nbytes": max(slot_nbytes, 1),
             "worker_count": max(self._loader_count, 1),
@@ -201,10 +207,11 @@ class Dataloader(Generic[D]):
             "batch_capacity": max(group.batch_size for group in self._groups),
             "is_batched": self._job.is_batched,
         }
-        self._check_memory()
+        self._check_memory(self.arena_nbytes)
 
         self._state: Literal["new", "running", "ended", "closed"] = "new"
         self._arena: _core.Arena | None = None
+        self._memory = range(0)
         self._pool: WorkerPool | None = None
         self._inline: ItemLoader | None = None
         self._place: Any = None
@@ -242,13 +249,10 @@ class Dataloader(Generic[D]):
                 },
                 is_validation=index >= len(self._training),
             )
-            for index, (group, layouts) in enumerate(
-                zip(self._groups, self._layouts, strict=True)
-            )
+            for index, (group, layouts) in enumerate(zip(self._groups, self._layouts, strict=True))
         )
 
-    def _check_memory(self) -> None:
-        wanted = self.arena_nbytes
+    def _check_memory(self, wanted: int) -> None:
         available = available_nbytes()
         if wanted > available:
             raise ArenaMemoryError(
@@ -316,6 +320,7 @@ class Dataloader(Generic[D]):
             raise ArenaMemoryError(
                 f"the arena of {format_nbytes(self.arena_nbytes)} could not be made: {error}"
             ) from error
+        self._memory = range(self._arena.address, self._arena.address + self._arena.nbytes)
         self._state = "running"
         try:
             self._plan_ahead()
@@ -355,14 +360,23 @@ class Dataloader(Generic[D]):
 
     def _close(self) -> None:
         self._state = "closed"
-        self._interrupt_handler.restore()
-        if self._pool is not None:
-            self._pool.stop()
-            self._pool = None
-        if self._arena is not None:
-            self._arena.close()
+        pool, self._pool = self._pool, None
+        try:
+            if pool is not None:
+                pool.stop()
+            elif self._arena is not None:
+                self._arena.close()
+        finally:
+            self._interrupt_handler.restore()
+            self._inline = None
+            self._pending.clear()
+
+    def _abandon(self) -> None:
+        """In a process that the user forked: workers and arena are the parent's business."""
+        self._state = "closed"
+        self._pool = None
         self._inline = None
-        self._pending.clear()
+        self._interrupt_handler.restore()
 
     def _choose_placement(self) -> Any:
         if self._placement_func is None:
@@ -397,7 +411,14 @@ class Dataloader(Generic[D]):
             planned = next(entry for entry in pending if entry.plan.serial == lease.serial)
             pending.remove(planned)
         self._plan_ahead()
-        return self._deliver(planned, lease)
+        if not lease.has_records:
+            return self._deliver(planned, lease, None)
+        additional = self._read_records(planned, lease.records())
+        if isinstance(additional, Exception):
+            # An exception that is kept keeps this frame, which must not keep the slot.
+            del lease
+            raise additional
+        return self._deliver(planned, lease, additional)
 
     def _refuse_next(self) -> NoReturn:
         if self._state == "new":
@@ -422,21 +443,44 @@ class Dataloader(Generic[D]):
         try:
             if self._inline is not None:
                 return self._load_inline(arena, serial, deadline)
+            result = self._wait_collecting(arena, serial, start)
             while True:
-                result = arena.wait(serial, deadline)
                 if isinstance(result, _core.Lease):
                     return result
                 self._check_interrupted()
-                if result == _core.TIMED_OUT:
+                if result == _core.TIMED_OUT and time.monotonic_ns() >= (deadline or _FOREVER):
                     raise BatchTimeoutError(self._describe_wait(arena))
                 if result == _core.CLOSED:
                     raise RuntimeError("the Dataloader was closed while next() was waiting")
                 if result >= 0:
                     assert self._pool is not None
                     self._state = "ended"
-                    raise self._pool.ended(result)
+                    raise self._pool.ended(result, self._describe_item)
+                result = arena.wait(serial, deadline)
         finally:
             self._idle_ns += time.monotonic_ns() - start
+
+    def _wait_collecting(
+        self, arena: _core.Arena, serial: int | None, start: int
+    ) -> _core.Lease | int:
+        """Wait a little if all slots are held, and have everybody let go of what nobody uses."""
+        if not self._collect_if_kept(arena):
+            return _core.TIMED_OUT
+        result = arena.wait(serial, start + _COLLECT_AFTER_NS)
+        if result == _core.TIMED_OUT:
+            gc.collect()  # batches may hang in reference cycles
+        return result
+
+    def _collect_if_kept(self, arena: _core.Arena) -> bool:
+        """Whether all slots are held; JAX then gives back those that it no longer needs.
+
+        What it took through the buffer protocol it lets go of only when it is called, or when
+        garbage is collected, however little.
+        """
+        is_kept = all(state == _LEASED for state in arena.slot_states())
+        if is_kept:
+            gc.collect(0)
+        return is_kept
 
     def _check_interrupted(self) -> None:
         if self._interrupted:
@@ -450,6 +494,7 @@ class Dataloader(Generic[D]):
         """Load in this process until the batch is ready."""
         inline = self._inline
         assert inline is not None
+        self._collect_if_kept(arena)
         while True:
             run = arena.claim(0, -1, deadline)
             if run is None:
@@ -486,9 +531,7 @@ class Dataloader(Generic[D]):
             elif item is None:
                 doing = f"has nothing to do, after {count} items"
             else:
-                doing = (
-                    f"has been loading for {seconds:.1f} s, now at {self._describe_item(*item)}"
-                )
+                doing = f"has been loading for {seconds:.1f} s, now at {self._describe_item(*item)}"
             lines.append(f"loader process {index} (pid {pid}) {doing}")
         return "\n".join(lines)
 
@@ -496,11 +539,11 @@ class Dataloader(Generic[D]):
         for planned in self._pending:
             if planned.plan.serial == serial:
                 index = planned.plan.indices()[item]
-                group = self._groups[self._group_number(planned)]
+                _, text = _descriptor(self._groups[self._group_number(planned)], index)
                 kind = "training" if planned.kind == _core.TRAINING else "validation"
                 return (
-                    f"item {index} ({group.data[index]!r:.80}) of {kind} group "
-                    f"{planned.group_index}, {kind} batch {planned.batch_num}"
+                    f"item {index} ({text}) of {kind} group {planned.group_index}, "
+                    f"{kind} batch {planned.batch_num}"
                 )
         return f"item {item} of a batch"
 
@@ -508,16 +551,20 @@ class Dataloader(Generic[D]):
         offset = 0 if planned.kind == _core.TRAINING else len(self._training)
         return planned.group_index + offset
 
-    def _deliver(self, planned: PlannedBatch, lease: _core.Lease) -> Batch[D]:
-        """The batch in a leased slot, or the error that it holds."""
+    def _deliver(
+        self,
+        planned: PlannedBatch,
+        lease: _core.Lease,
+        additional: dict[str, list[Any]] | None,
+    ) -> Batch[D]:
+        """The batch in a leased slot."""
         number = self._group_number(planned)
         group = self._groups[number]
-        additional = self._read_records(planned, group, lease) if lease.has_records else None
         if self._place is not None:
             arrays = self._place(lease, self._layouts[number])
         else:
             arrays = self._place_by_user(number, lease, additional)
-        return make_batch(group, planned, arrays, additional)
+        return make_batch(group, planned, arrays, additional, self._memory)
 
     def _place_by_user(
         self, number: int, lease: _core.Lease, additional: dict[str, list[Any]] | None
@@ -539,46 +586,69 @@ class Dataloader(Generic[D]):
         return dict(placed)
 
     def _read_records(
-        self, planned: PlannedBatch, group: DataGroup[D], lease: _core.Lease
-    ) -> dict[str, list[Any]] | None:
-        """The additional results of a batch; raises if one of its items has failed."""
-        records = lease.records()
-        failures = [record for record in records if record[0] != _core.RECORD_ADDITIONAL]
-        if failures:
-            kind, item, payload = min(failures, key=lambda record: record[1])
-            del lease
-            if kind == _core.RECORD_NO_MEMORY:
-                raise ArenaMemoryError(
-                    f"the memory of a batch ({format_nbytes(self.arena_nbytes // self._depth)}) "
-                    f"could not be reserved; {format_nbytes(available_nbytes())} are available; "
-                    "lower depth or batch_size"
-                )
-            raise self._loader_error(planned, group, item, payload)
+        self, planned: PlannedBatch, records: Sequence[tuple[int, int, bytes]]
+    ) -> dict[str, list[Any]] | Exception:
+        """The additional results of a batch, or the error of one that has failed."""
+        if any(kind != _core.RECORD_ADDITIONAL for kind, _, _ in records):
+            return self._failure(planned, records)
+        batch_size = self._groups[self._group_number(planned)].batch_size
         additional: dict[str, list[Any]] = {}
         for _, first, payload in records:
-            for key, values in pickle.loads(payload).items():
-                whole = additional.setdefault(key, [None] * group.batch_size)
+            try:
+                results = pickle.loads(payload)
+            except Exception as error:  # the classes of the results may do anything
+                failure = describe_failure(error, "", "reading the result of")
+                return self._loader_error(planned, first, failure, error)
+            for key, values in results.items():
+                whole = additional.setdefault(key, [None] * batch_size)
                 whole[first : first + len(values)] = values
         return additional
 
+    def _failure(
+        self, planned: PlannedBatch, records: Sequence[tuple[int, int, bytes]]
+    ) -> Exception:
+        """The error of a batch that has failed: of its first item that has."""
+        kind, item, payload = min(
+            (record for record in records if record[0] != _core.RECORD_ADDITIONAL),
+            key=lambda record: record[1],
+        )
+        if kind == _core.RECORD_NO_MEMORY:
+            return ArenaMemoryError(
+                f"the memory of a batch ({format_nbytes(self.arena_nbytes // self._depth)}) could "
+                f"not be reserved; {format_nbytes(available_nbytes())} are available; lower depth "
+                "or batch_size"
+            )
+        if payload:
+            failure = LoadFailure(*pickle.loads(payload))
+        else:
+            failure = LoadFailure(
+                kind="an exception",
+                message="there was no room to describe it",
+                traceback_text="",
+                exception=None,
+                arrays="",
+                stage="loading",
+                pid=0,
+            )
+        return self._loader_error(planned, item, failure, self._original_exception(failure))
+
     def _loader_error(
-        self, planned: PlannedBatch, group: DataGroup[D], item: int, payload: bytes
+        self,
+        planned: PlannedBatch,
+        item: int,
+        failure: LoadFailure,
+        original: BaseException | None,
     ) -> LoaderError:
         index = planned.plan.indices()[item]
         is_training = planned.kind == _core.TRAINING
         seed = planned.plan.seeds()[item] if is_training else None
         kind = "training" if is_training else "validation"
-        descriptor = group.data[index]
-        if payload:
-            failure = LoadFailure(*pickle.loads(payload))
-        else:
-            failure = LoadFailure("an exception", "there was no room to describe it", "", None, "",
-                                  "loading", 0)  # fmt: skip
+        descriptor, text = _descriptor(self._groups[self._group_number(planned)], index)
         what = "items from" if self._job.is_batched and failure.stage == "loading" else "item"
         message = (
-            f"{failure.stage} {what} {index} ({descriptor!r:.80}) of {kind} group "
-            f"{planned.group_index} failed in epoch {planned.epoch}, batch {planned.epoch_batch}, "
-            f"seed {seed}: {failure.kind}: {failure.message}"
+            f"{failure.stage} {what} {index} ({text}) of {kind} group {planned.group_index} "
+            f"failed in epoch {planned.epoch}, batch {planned.epoch_batch}, seed {seed}: "
+            f"{failure.kind}: {failure.message}"
         )
         if failure.arrays:
             message += f"\nThe item's arrays: {failure.arrays}"
@@ -593,7 +663,7 @@ class Dataloader(Generic[D]):
             seed=seed,
             traceback_text=failure.traceback_text,
         )
-        error.__cause__ = self._original_exception(failure)
+        error.__cause__ = original
         return error
 
     def _original_exception(self, failure: LoadFailure) -> BaseException | None:
@@ -604,7 +674,9 @@ class Dataloader(Generic[D]):
             return None
         try:
             original = pickle.loads(failure.exception)
-        except Exception:  # its class may do anything when it is rebuilt; the text says it all
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # its class may do anything when it is rebuilt; the text says it all
             return None
         return original if isinstance(original, BaseException) else None
 
@@ -623,6 +695,27 @@ _entered: weakref.WeakSet[Dataloader[Any]] = weakref.WeakSet()
 def entered_arenas() -> list[_core.Arena]:
     """Arenas of all Dataloaders that were entered and still exist."""
     return [loader._arena for loader in _entered if loader._arena is not None]
+
+
+def _abandon_all() -> None:
+    for loader in list(_entered):
+        loader._abandon()
+    _entered.clear()
+
+
+os.register_at_fork(after_in_child=_abandon_all)
+
+
+def _descriptor(group: DataGroup[Any], index: int) -> tuple[Any, str]:
+    """An item's descriptor and its text, whatever the data set does when it is asked."""
+    try:
+        descriptor = group.data[index]
+    except Exception:
+        return None, "its descriptor cannot be had"
+    try:
+        return descriptor, f"{descriptor!r:.80}"
+    except Exception:
+        return descriptor, "its descriptor cannot be shown"
 
 
 def _check_groups(name: str, groups: Any) -> tuple[DataGroup[Any], ...]:
@@ -673,11 +766,12 @@ def _check_end(end_at: Any) -> tuple[str, int] | None:
 
 
 def _check_timeout(timeout_sec: Any) -> float | None:
-    if isinstance(timeout_sec, bool) or not isinstance(timeout_sec, (int, float)):
+    if isinstance(timeout_sec, bool) or not isinstance(timeout_sec, numbers.Real):
         raise TypeError(f"timeout_sec is {timeout_sec!r}; expected a number of seconds")
-    if timeout_sec != timeout_sec:
+    seconds = float(timeout_sec)
+    if seconds != seconds:
         raise ValueError("timeout_sec is NaN; expected a number of seconds")
-    return float(timeout_sec) if 0 < timeout_sec < 1e9 else None
+    return seconds if 0 < seconds < 1e9 else None
 
 
 def _group_order(group: DataGroup[Any], index: int) -> GroupOrder:

@@ -1,54 +1,67 @@
-"""What Ctrl+C does while batches flow: stop softly, then raise, then end at once."""
+"""What Ctrl+C does while batches flow: stop softly, then raise, then end at once.
+
+One handler of SIGINT serves all Dataloaders that are entered, in whatever order they are left; it
+is there from the first that is entered to the last that is left.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 __all__ = ["InterruptHandler"]
 
+_active: weakref.WeakSet[InterruptHandler] = weakref.WeakSet()
+_previous: Any = None
+_is_installed = False
+
 
 class InterruptHandler:
-    """Handles SIGINT between :meth:`install` and :meth:`restore`.
+    """Handles SIGINT for one Dataloader between :meth:`install` and :meth:`restore`.
 
     The first signal calls ``on_first``; the second is raised as KeyboardInterrupt by the next
     :meth:`check`; the third ends the process as an unhandled SIGINT does. Off the main thread
     Python has no signal handlers, and none is touched.
 
     Args:
-        on_first: Called at the first signal, in the handler.
+        on_first: Bound method to call at the first signal, in the handler; held weakly.
     """
 
     def __init__(self, on_first: Callable[[], None]) -> None:
-        self._on_first = on_first
+        self._on_first = weakref.WeakMethod(on_first)
         self._count = 0
-        self._previous: Any = None
-        self._is_installed = False
 
     def install(self) -> None:
         """Take over SIGINT, unless it is ignored or handled outside Python."""
+        global _previous, _is_installed
         if threading.current_thread() is not threading.main_thread():
             return
-        previous = signal.getsignal(signal.SIGINT)
-        if previous is None or previous is signal.SIG_IGN:
-            return
-        self._previous = previous
-        signal.signal(signal.SIGINT, self._handle)
-        self._is_installed = True
+        if not _is_installed:
+            previous = signal.getsignal(signal.SIGINT)
+            if previous is None or previous is signal.SIG_IGN:
+                return
+            _previous = previous
+            signal.signal(signal.SIGINT, _handle)
+            _is_installed = True
+        _active.add(self)
 
     def restore(self) -> None:
-        """Put back the handler that was there, unless somebody replaced ours."""
-        if not self._is_installed:
+        """Put back the handler that was there, unless others need ours or somebody replaced it."""
+        global _previous, _is_installed
+        _active.discard(self)
+        if _active or not _is_installed:
             return
-        self._is_installed = False
         if threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(signal.SIGINT) == self._handle:
-            signal.signal(signal.SIGINT, self._previous)
+            return  # ours stays, and passes the signal on
+        if signal.getsignal(signal.SIGINT) is _handle:
+            signal.signal(signal.SIGINT, _previous)
+        _is_installed = False
+        _previous = None
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if the user has asked for the second time."""
@@ -56,10 +69,21 @@ class InterruptHandler:
             self._count = 1
             raise KeyboardInterrupt
 
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
+    def count(self) -> int:
+        """Take notice of a signal; returns how many there have been."""
         self._count += 1
-        if self._count == 1:
-            self._on_first()
-        elif self._count >= 3:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
+        on_first = self._on_first()
+        if self._count == 1 and on_first is not None:
+            on_first()
+        return self._count
+
+
+def _handle(signum: int, frame: FrameType | None) -> None:
+    handlers = list(_active)
+    if not handlers:
+        if callable(_previous):
+            _previous(signum, frame)
+        return
+    if max([handler.count() for handler in handlers]) >= 3:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)

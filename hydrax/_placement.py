@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -27,9 +27,7 @@ Importer = Callable[[_core.Lease, int, tuple[int, ...], int, int], jax.Array]
 
 def canonical_dtypes() -> Mapping[np.dtype[Any], np.dtype[Any]]:
     """JAX's replacements of the 64-bit dtypes: 32-bit ones, or none with ``jax_enable_x64``."""
-    return {
-        np.dtype(name): np.dtype(jax.dtypes.canonicalize_dtype(name)) for name in _WIDE_DTYPES
-    }
+    return {np.dtype(name): np.dtype(jax.dtypes.canonicalize_dtype(name)) for name in _WIDE_DTYPES}
 
 
 def slot_views(
@@ -37,7 +35,7 @@ def slot_views(
 ) -> dict[str, np.ndarray[Any, Any]]:
     """NumPy arrays over a leased slot; each holds the lease as long as it or a view of it lives."""
     return {
-        name: np.ndarray(layout.shape, layout.dtype, lease, offset=layout.offset)
+        name: np.ndarray(layout.shape, layout.dtype, memoryview(lease), offset=layout.offset)
         for name, layout in layouts.items()
     }
 
@@ -55,23 +53,27 @@ class Placement:
         if self._device.platform == "cpu":
             self._import = _choose_importer(self._device)
 
-    def place(
-        self, lease: _core.Lease, layouts: Mapping[str, ArrayLayout]
-    ) -> dict[str, jax.Array]:
+    def place(self, lease: _core.Lease, layouts: Mapping[str, ArrayLayout]) -> dict[str, jax.Array]:
         """The arrays of a batch, in the layouts' order."""
         arrays = {}
         for name, (shape, dtype, _, offset, _) in layouts.items():
             code = dlpack_code(dtype)
-            if self._import is None or code is None:
-                view = np.ndarray(shape, dtype, lease, offset=offset)
-                arrays[name] = jax.device_put(view)
+            if code is None:
+                # XLA packs these. It gets a copy of its own, as it would hold the slot for long.
+                view = np.ndarray(shape, dtype, memoryview(lease), offset=offset)
+                arrays[name] = jax.device_put(view.copy())
+            elif self._import is None:
+                arrays[name] = jax.device_put(
+                    np.ndarray(shape, dtype, memoryview(lease), offset=offset)
+                )
             else:
                 arrays[name] = self._import(lease, offset, shape, code, dtype.itemsize * 8)
         return arrays
 
 
 def _default_device() -> Any:
-    device: Any = jax.config.jax_default_device
+    config: Any = jax.config
+    device = config.jax_default_device
     if device is None:
         return jax.local_devices()[0]
     return jax.local_devices(backend=device)[0] if isinstance(device, str) else device
@@ -113,10 +115,10 @@ class _Probe:
 
 
 def _direct_importer(device: Any) -> Importer:
+    from jax._src import lib
     from jax._src.array import ArrayImpl
-    from jax._src.lib import _jax
 
-    to_buffer: Any = _jax.dlpack_managed_tensor_to_buffer
+    to_buffer = cast(Any, lib)._jax.dlpack_managed_tensor_to_buffer
     if jax.device_count() == 1:
         return lambda lease, *spec: to_buffer(lease.capsule(*spec), device, None)
 

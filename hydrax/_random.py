@@ -33,17 +33,25 @@ class _ItemSeededRandom(random.Random):
         _seed_from_item()
         return super().getrandbits(k)
 
-    def gauss(self, mu: float = 0.0, sigma: float = 1.0) -> float:
-        _seed_from_item()  # before a value that an earlier item left over is used
-        return super().gauss(mu, sigma)
+    def getstate(self) -> tuple[Any, ...]:
+        _seed_from_item()
+        return super().getstate()
 
-    def seed(self, a: Any = None, version: int = 2) -> None:
-        _core.random_take_seed()  # the user's seed holds for the rest of the item
-        super().seed(a, version)
+    # gauss() asks for it before it draws; seed() and setstate() set it, after which the user's
+    # seed holds for the rest of the item. So those three need not be replaced, and work where
+    # they were imported by name.
+    @property
+    def gauss_next(self) -> float | None:
+        _seed_from_item()
+        return self.__dict__.get("gauss_next")
 
-    def setstate(self, state: Any) -> None:
+    @gauss_next.setter
+    def gauss_next(self, value: float | None) -> None:
         _core.random_take_seed()
-        super().setstate(state)
+        self.__dict__["gauss_next"] = value
+
+
+_mt19937_state: Any = np.random.MT19937.__dict__["state"]
 
 
 class _ItemSeededBits(np.random.MT19937):
@@ -54,7 +62,7 @@ class _ItemSeededBits(np.random.MT19937):
         self._item_capsule = _core.random_capsule(super().capsule)
 
     @property
-    def capsule(self) -> Any:  # type: ignore[override]
+    def capsule(self) -> Any:
         return self._item_capsule
 
     def _legacy_seeding(self, seed: Any) -> None:
@@ -63,17 +71,25 @@ class _ItemSeededBits(np.random.MT19937):
 
     @property
     def state(self) -> Any:
-        return np.random.MT19937.state.__get__(self)  # type: ignore[attr-defined]
+        # Whoever reads the state may set it again, and expects the draws from here on once more.
+        seed = _core.random_choose_inner()
+        if seed is not None:
+            super()._legacy_seeding(seed)
+        return _mt19937_state.__get__(self)
 
     @state.setter
     def state(self, value: Any) -> None:
-        np.random.MT19937.state.__set__(self, value)  # type: ignore[attr-defined]
+        _mt19937_state.__set__(self, value)
         _core.random_choose_inner()
 
 
+# numpy.random asks for the name before it takes or gives a state in its common form.
+_ItemSeededBits.__name__ = "MT19937"
+
+_numpy_random: Any = np.random  # the functions for its bit generator are missing in its stubs
 _generator: Any = random._inst  # type: ignore[attr-defined]
-# Bound to the instance in C; the other functions of the module look these up through its class.
-_BOUND_NAMES = ("random", "getrandbits", "gauss", "seed", "setstate")
+# Methods that are looked up on the instance once, when random is imported.
+_BOUND_NAMES = ("random", "getrandbits", "getstate")
 
 
 def _seed_from_item() -> None:
@@ -86,32 +102,35 @@ class ItemRandom:
     """Switches both global generators to the item's seed, and back.
 
     One per process at a time. In a loader process it is installed for good; where the main
-    process loads, it is installed around each run, so that the user's own sequence goes on
+    process loads, it is installed around each run, so that the user's own sequences go on
     undisturbed.
     """
 
     def __init__(self) -> None:
         self._bits = _ItemSeededBits()
         self._user_bits: Any = None
-        self._user_state: Any = None
+        self._user_states: tuple[Any, Any] | None = None
 
     def install(self) -> None:
         """Put the item's generators in the place of the user's."""
-        self._user_state = _generator.getstate()
-        self._user_bits = np.random.get_bit_generator()
+        self._user_states = _generator.getstate(), np.random.get_state(legacy=False)
+        self._user_bits = _numpy_random.get_bit_generator()
         _generator.__class__ = _ItemSeededRandom
         for name in _BOUND_NAMES:
             setattr(random, name, getattr(_generator, name))
-        np.random.set_bit_generator(self._bits)
+        _numpy_random.set_bit_generator(self._bits)
 
     def uninstall(self) -> None:
         """Put the user's generators back as they were."""
+        assert self._user_states is not None
         _generator.__class__ = random.Random
         for name in _BOUND_NAMES:
             setattr(random, name, getattr(_generator, name))
-        _generator.setstate(self._user_state)
-        np.random.set_bit_generator(self._user_bits)
+        _numpy_random.set_bit_generator(self._user_bits)
+        _generator.setstate(self._user_states[0])
+        np.random.set_state(self._user_states[1])
+        self._user_bits = self._user_states = None
 
     def forget(self) -> None:
         """Drop what NumPy keeps of an item's normal draws; call it after one that drew."""
-        np.random.set_bit_generator(self._bits)
+        _numpy_random.set_bit_generator(self._bits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import types
-from typing import Any
+from typing import Any, cast
 
 from hydrax._batch import Batch
 from hydrax._dataloader import entered_arenas
@@ -50,7 +50,7 @@ def _arena_arrays() -> list[Any]:
     import jax
 
     found = []
-    for array in jax.live_arrays():
+    for array in cast(Any, jax).live_arrays():
         try:
             address = array.unsafe_buffer_pointer()
         except Exception:  # sharded, deleted, or on a device without addresses

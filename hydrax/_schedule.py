@@ -180,8 +180,7 @@ class Schedule:
             for index, count in enumerate(counts):
                 # used / count < least, in whole numbers; the first of equals stays.
                 if used[index] < count and (
-                    group_index < 0
-                    or used[index] * counts[group_index] < used[group_index] * count
+                    group_index < 0 or used[index] * counts[group_index] < used[group_index] * count
                 ):
                     group_index = index
             if step >= start:

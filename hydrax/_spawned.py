@@ -16,7 +16,7 @@ import struct
 import subprocess
 import sys
 import warnings
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hydrax import _context, _core
 from hydrax._worker_main import LoadFailure, LoadJob, describe_failure, leave, run_worker
@@ -37,7 +37,7 @@ def pack_job(job: LoadJob) -> bytes:
     """
     main = sys.modules.get("__main__")
     is_importable = getattr(main, "__spec__", None) is not None or hasattr(main, "__file__")
-    parts = {"loader_func": job.loader_func, "startup_func": job.startup_func}
+    parts: dict[str, Any] = {"loader_func": job.loader_func, "startup_func": job.startup_func}
     parts.update({f"the data of group {i}": group.data for i, group in enumerate(job.groups)})
     for name, part in parts.items():
         try:
@@ -206,8 +206,6 @@ def _fork_here(
         run_worker(arena, job, index, trainer_fd)
         status = 0
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
     finally:
         leave(status)
-
-

@@ -57,8 +57,6 @@ _COPIED_DTYPES = frozenset(
         "uint2",
         "uint4",
         "float4_e2m1fn",
-        "float6_e2m3fn",
-        "float6_e3m2fn",
     )
     if hasattr(ml_dtypes, name)
 )
@@ -72,19 +70,19 @@ class ArrayLayout(NamedTuple):
         dtype: NumPy dtype that the loader fills.
         jax_dtype: Dtype in which JAX gets it.
         offset: Bytes from the start of the batch, a multiple of 64.
-        count: Elements of the whole batch.
+        element_count: Elements of the whole batch.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     jax_dtype: np.dtype[Any]
     offset: int
-    count: int
+    element_count: int
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole batch's array."""
-        return self.count * self.dtype.itemsize
+        return self.element_count * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ def _parse_dtype(argument: str, value: Any) -> np.dtype[Any]:
     if value is None:
         raise TypeError(f"{argument} is None; give a dtype such as numpy.float32")
     try:
-        dtype = np.dtype(value)
+        dtype: np.dtype[Any] = np.dtype(value)
     except TypeError as error:
         raise TypeError(f"{argument} is {value!r}, which is no dtype") from error
     if dtype.name in _DLPACK_CODES or dtype.name in _COPIED_DTYPES:
@@ -207,9 +205,7 @@ def placed_specs(
     )
 
 
-def lay_out(
-    specs: Iterable[ArraySpec], batch_size: int
-) -> tuple[Mapping[str, ArrayLayout], int]:
+def lay_out(specs: Iterable[ArraySpec], batch_size: int) -> tuple[Mapping[str, ArrayLayout], int]:
     """Place the arrays of one batch behind each other.
 
     Args:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import bdb
+import contextlib
 import faulthandler
 import gc
 import os
@@ -17,7 +18,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 
@@ -125,7 +126,7 @@ def describe_failure(error: BaseException, arrays: str, stage: str) -> LoadFailu
     return LoadFailure(kind, message, text, pickled, arrays, stage, os.getpid())
 
 
-class _ItemFailed(Exception):
+class _ItemError(Exception):
     """Carries which item of a run failed, with the exception as its cause."""
 
     def __init__(self, item: int, stage: str) -> None:
@@ -177,18 +178,18 @@ class ItemLoader:
                     payload = pickle.dumps(results, protocol=5)
                 except Exception as error:
                     item = run.first + self._unpicklable(results)
-                    raise _ItemFailed(item, "sending the result of") from error
+                    raise _ItemError(item, "sending the result of") from error
             run.complete(payload)
         except MemoryError as error:
             self.fail(run, error, "keeping the results of")
-        except _ItemFailed as failed:
-            error = failed.__cause__
-            assert error is not None
-            self.last_error = error
-            failure = describe_failure(error, self._describe_arrays(group), failed.stage)
+        except _ItemError as failed:
+            cause = failed.__cause__
+            assert cause is not None
+            self.last_error = cause
+            failure = describe_failure(cause, self._describe_arrays(group), failed.stage)
             run.fail(failed.item, pickle.dumps(tuple(failure)))
-            if not _context.is_worker() and not isinstance(error, Exception):
-                raise error from None
+            if not _context.is_worker() and not isinstance(cause, Exception):
+                raise cause from None
         finally:
             _context.set_run(None, 0)
 
@@ -239,7 +240,7 @@ class ItemLoader:
                     results.append(None)
                 item += 1
         except BaseException as error:
-            raise _ItemFailed(item, "loading") from error
+            raise _ItemError(item, "loading") from error
 
     def _load_converted(self, run: _core.Run, group: LoadGroup) -> dict[str, Any] | None:
         """Like _load_items() for groups of which an array is converted on its way."""
@@ -279,7 +280,7 @@ class ItemLoader:
             )
             results = _checked_batch_result(result, count)
         except BaseException as error:
-            raise _ItemFailed(run.first, "loading") from error
+            raise _ItemError(run.first, "loading") from error
         if group.loaded_dtypes:
             _convert_parts(parts, slot, group.loaded_dtypes, run.first, count)
         return results
@@ -290,10 +291,9 @@ class ItemLoader:
         arrays = self._slots.get(key)
         if arrays is None:
             start = slot * self._arena.slot_nbytes
+            memory = memoryview(self._arena)
             arrays = {
-                name: np.ndarray(
-                    layout.shape, layout.dtype, self._arena, offset=start + layout.offset
-                )
+                name: np.ndarray(layout.shape, layout.dtype, memory, offset=start + layout.offset)
                 for name, layout in group.layouts.items()
             }
             self._slots[key] = arrays
@@ -316,15 +316,15 @@ class ItemLoader:
         views = kept[run.first : stop]
         if None in views:
             parts = {name: whole[run.first : stop] for name, whole in slot.items()}
-            views = kept[run.first : stop] = _split(parts, run.count)
-        return views  # type: ignore[return-value]
+            views = kept[run.first : stop] = [*_split(parts, run.count)]
+        return cast(list[Arrays], views)
 
     def _scratch_of(self, group_number: int, group: LoadGroup) -> Arrays:
         """Arrays of the loader's dtypes, for some items at a time."""
         scratch = self._scratch.get(group_number)
         if scratch is None:
             item_nbytes = sum(
-                group.layouts[name].count // group.layouts[name].shape[0] * dtype.itemsize
+                group.layouts[name].element_count // group.layouts[name].shape[0] * dtype.itemsize
                 for name, dtype in group.loaded_dtypes.items()
             )
             batch_size = next(iter(group.layouts.values())).shape[0]
@@ -369,7 +369,7 @@ def _convert_parts(
         try:
             convert(name, parts[name], slot[name][first : first + count])
         except ValueRangeError as error:
-            raise _ItemFailed(first + (error.item or 0), "converting") from error
+            raise _ItemError(first + (error.item or 0), "converting") from error
 
 
 def _checked_result(result: Any) -> Mapping[str, Any]:
@@ -414,14 +414,14 @@ def _descriptors(run: _core.Run, data: Sequence[Any]) -> Sequence[Any]:
     if not isinstance(data, (range, np.ndarray)):
         return [data[index] for index in run.indices()]
     indices = np.empty(run.count, np.int64)
-    run.fill_indices(indices)
+    run.fill_indices(indices.data)
     if isinstance(data, np.ndarray):
-        return data[indices]  # type: ignore[no-any-return]
+        return cast(Sequence[Any], data[indices])
     if data.step != 1:
         indices *= data.step
     if data.start != 0:
         indices += data.start
-    return indices  # type: ignore[return-value]
+    return cast(Sequence[Any], indices)
 
 
 def _poisoning(loader: Callable[..., Any]) -> Callable[..., Any]:
@@ -459,15 +459,11 @@ def _settle_in(job: LoadJob, index: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)
-    try:
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr may be no file
         faulthandler.enable()
-    except (AttributeError, OSError, ValueError):
-        pass  # stderr is no file
     if job.nice:
-        try:
+        with contextlib.suppress(OSError):  # it takes a privilege to be less nice
             os.nice(job.nice)
-        except OSError:
-            pass  # as documented: ignored where it is not supported
     # The parent's objects are not this process's to collect: looking at them would copy them.
     gc.freeze()
     _context.enter_worker(index)
@@ -503,8 +499,6 @@ def run_worker(arena: _core.Arena, job: LoadJob, index: int, trainer_fd: int) ->
 def leave(status: int) -> NoReturn:
     """End this process at once, without the clean-up that belongs to the main process."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or no file
             stream.flush()
-        except (AttributeError, OSError, ValueError):
-            pass  # closed, or no file
     os._exit(status)

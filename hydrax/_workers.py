@@ -32,12 +32,12 @@ class _Worker:
     Attributes:
         pid: Its process id.
         pidfd: Becomes readable when it ends; owned.
-        reap: Collects its exit code once it has ended.
+        reap: Collects its exit code once it has ended; None if somebody else has collected it.
     """
 
     pid: int
     pidfd: int
-    reap: Callable[[], int]
+    reap: Callable[[], int | None]
 
 
 class WorkerPool:
@@ -66,7 +66,6 @@ class WorkerPool:
         self._packed_job = packed_job
         self._workers: list[_Worker] = []
         self._resources = contextlib.ExitStack()
-        self._owner_pid = os.getpid()
 
     def start(self) -> None:
         """Start all processes; if one cannot be started, none is left."""
@@ -83,7 +82,7 @@ class WorkerPool:
             self.stop()
             raise
 
-    def _add(self, pid: int, reap: Callable[[], int]) -> None:
+    def _add(self, pid: int, reap: Callable[[], int | None]) -> None:
         worker = _Worker(pid, os.pidfd_open(pid), reap)
         self._arena.watch(len(self._workers), worker.pidfd)
         self._workers.append(worker)
@@ -115,7 +114,7 @@ class WorkerPool:
             run_worker(self._arena, self._job, index, trainer_fd)
             status = 0
         except BaseException:
-            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+            sys.excepthook(*sys.exc_info())
         finally:
             leave(status)
 
@@ -150,14 +149,19 @@ class WorkerPool:
         """Process id of worker number index."""
         return self._workers[index].pid
 
-    def ended(self, index: int) -> WorkerDiedError:
-        """Collect a worker that has ended on its own, as the error that says so."""
+    def ended(self, index: int, describe: Callable[[int, int], str]) -> WorkerDiedError:
+        """Collect a worker that has ended on its own, as the error that says so.
+
+        Args:
+            index: Number of the worker.
+            describe: Text for the item at a position of a batch with a serial number.
+        """
         worker = self._workers[index]
         self._arena.watch(index, -1)
         exitcode = worker.reap()
         worker.reap = lambda: exitcode
         _, item, _, _ = self._arena.worker_state(index)
-        doing = "" if item is None else f" while loading item {item[1]} of batch {item[0]}"
+        doing = "" if item is None else f" while loading {describe(*item)}"
         return WorkerDiedError(
             f"loader process {index} (pid {worker.pid}) {_describe_exit(exitcode)}{doing}",
             worker_index=index,
@@ -167,34 +171,40 @@ class WorkerPool:
 
     def stop(self) -> None:
         """End all processes and give back what they needed. May be called again."""
-        if os.getpid() != self._owner_pid:
-            return  # a fork of the trainer: the workers are not its own
         self._arena.close()
         workers, self._workers = self._workers, []
-        running = {worker.pidfd: worker for worker in workers}
-        poll = select.poll()
-        for fd in running:
-            poll.register(fd, select.POLLIN)
-        deadline = time.monotonic() + _GRACE_S
-        while running:
-            left = deadline - time.monotonic()
-            for fd, _ in poll.poll(max(left, 0) * 1000):
-                poll.unregister(fd)
-                del running[fd]
-            if left <= 0:
-                break
-        for fd in running:
-            signal.pidfd_send_signal(fd, signal.SIGKILL)
-        for index, worker in enumerate(workers):
-            worker.reap()
-            self._arena.watch(index, -1)
-            os.close(worker.pidfd)
-        self._resources.close()
+        running = {worker.pidfd for worker in workers}
+        try:
+            _wait_for_all(running)
+        finally:
+            # Also when a signal's handler raised while this was waiting.
+            for fd in running:
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+            for index, worker in enumerate(workers):
+                self._arena.watch(index, -1)
+                worker.reap()
+                os.close(worker.pidfd)
+            self._resources.close()
 
 
-def _wait_for(pid: int) -> int:
-    _, status = os.waitpid(pid, 0)
+def _wait_for(pid: int) -> int | None:
+    try:
+        _, status = os.waitpid(pid, 0)
+    except ChildProcessError:  # the user ignores SIGCHLD, or collects all children himself
+        return None
     return os.waitstatus_to_exitcode(status)
+
+
+def _wait_for_all(running: set[int]) -> None:
+    """Remove from a set of pidfds those whose processes end within the time of grace."""
+    poll = select.poll()
+    for fd in running:
+        poll.register(fd, select.POLLIN)
+    deadline = time.monotonic() + _GRACE_S
+    while running and (left := deadline - time.monotonic()) > 0:
+        for fd, _ in poll.poll(left * 1000):
+            poll.unregister(fd)
+            running.discard(fd)
 
 
 @contextlib.contextmanager
@@ -207,7 +217,9 @@ def _signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _describe_exit(exitcode: int) -> str:
+def _describe_exit(exitcode: int | None) -> str:
+    if exitcode is None:
+        return "ended; its exit status was collected by somebody else"
     if exitcode >= 0:
         return f"exited with status {exitcode}"
     number = -exitcode

@@ -83,7 +83,7 @@ class WorkerDiedError(HydraxError, RuntimeError):
     """
 
     def __init__(
-        self, message: str, *, worker_index: int, pid: int, exitcode: int | None = None
+        self, message: str, *, worker_index: int = -1, pid: int = 0, exitcode: int | None = None
     ) -> None:
         super().__init__(message)
         self.worker_index = worker_index
