@@ -42,6 +42,7 @@ def convert(name: str, source: np.ndarray[Any, Any], target: np.ndarray[Any, Any
         ...
         hydrax.errors.ValueRangeError: array 'x': 2147483648 does not fit int32; ...
     """
+    source = _as_numbers(source)
     if _is_integer(target.dtype):
         bad = _outside(source, *_integer_range(target.dtype))
         if bad is None or not bad.any():
@@ -51,7 +52,7 @@ def convert(name: str, source: np.ndarray[Any, Any], target: np.ndarray[Any, Any
             np.copyto(target, source, casting="unsafe")
         bad = None
         if target.dtype.kind != "b" and not np.can_cast(source.dtype, target.dtype, "safe"):
-            bad = _changed_kind(_as_numbers(source), _as_numbers(target), target.dtype)
+            bad = _changed_kind(source, _as_numbers(target), target.dtype)
     if bad is not None and bad.any():
         position = tuple(int(index) for index in np.argwhere(bad)[0])
         raise ValueRangeError(
@@ -64,8 +65,10 @@ def convert(name: str, source: np.ndarray[Any, Any], target: np.ndarray[Any, Any
 
 def _outside(source: np.ndarray[Any, Any], low: int, high: int) -> np.ndarray[Any, Any] | None:
     """Where source is outside [low, high] or no number, or None if it is nowhere so."""
-    if source.size == 0 or source.dtype.kind == "b":
+    if source.size == 0:
         return None
+    if source.dtype.kind == "b":
+        source = source.view(np.uint8)
     if source.dtype.kind in "iu":
         if int(source.min()) >= low and int(source.max()) <= high:
             return None
@@ -80,7 +83,7 @@ def _outside(source: np.ndarray[Any, Any], low: int, high: int) -> np.ndarray[An
 
 def _as_numbers(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The same values in a dtype that all of NumPy's functions know."""
-    return values if values.dtype.kind in "biufc" else values.astype(np.float64)
+    return values if values.dtype.isbuiltin == 1 else values.astype(np.float64)
 
 
 def _changed_kind(

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Literal, TypeVar, overload
 
-import numpy as np
-
+from hydrax._arguments import check_int
 from hydrax._specs import ArrayLayout, ArraySpec, lay_out, parse_specs
 
-__all__ = ["DataGroup"]
+__all__ = ["DataGroup", "check_groups", "check_validation"]
 
 logger = logging.getLogger(__name__)
 
@@ -20,26 +18,6 @@ D = TypeVar("D")
 
 ShuffleMode = Literal["repeat", "reseed", "itemwise", "batchwise", "default"]
 _SHUFFLE_MODES = ("repeat", "reseed", "itemwise", "batchwise", "default")
-
-
-def check_int(name: str, value: Any, *, minimum: int, maximum: int = 2**62) -> int:
-    """Value as an int within [minimum, maximum], or an error that names the argument.
-
-    Example:
-        >>> check_int("depth", 3, minimum=1)
-        3
-    """
-    if isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} is {value!r}; expected an int")
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} is {value!r}; expected an int") from None
-    if number < minimum:
-        raise ValueError(f"{name} is {number}; it must be at least {minimum}")
-    if number > maximum:
-        raise ValueError(f"{name} is {number}; it must be at most {maximum}")
-    return number
 
 
 def _as_sequence(data: Any) -> Sequence[Any]:
@@ -218,3 +196,33 @@ class DataGroup(Sequence[D], Generic[D]):
             f"<DataGroup of {len(self)} items, batch_size {self.batch_size}, "
             f"{self.batch_count} batches per epoch, {arrays}>"
         )
+
+
+def check_groups(name: str, groups: Any) -> tuple[DataGroup[Any], ...]:
+    """One DataGroup or several, as a tuple; name is the argument's."""
+    if isinstance(groups, DataGroup):
+        return (groups,)
+    if not isinstance(groups, Iterable):
+        raise TypeError(f"{name} is {type(groups).__name__}; expected a DataGroup, or several")
+    found = tuple(groups)
+    for group in found:
+        if not isinstance(group, DataGroup):
+            raise TypeError(f"{name} contains {type(group).__name__}; expected DataGroups")
+    if not found:
+        raise ValueError(f"{name} is empty; expected at least one DataGroup")
+    return found
+
+
+def check_validation(validation: Any) -> tuple[str, int, tuple[DataGroup[Any], ...]]:
+    """The validation argument as (mode, interval, groups), without groups for None."""
+    if validation is None:
+        return "epoch", 1, ()
+    if not isinstance(validation, tuple) or len(validation) != 3:
+        raise TypeError(
+            f"validation is {validation!r:.80}; expected ('epoch' or 'batch', interval, groups)"
+        )
+    mode, interval, groups = validation
+    if mode not in ("epoch", "batch"):
+        raise ValueError(f"the validation mode is {mode!r}; expected 'epoch' or 'batch'")
+    checked = check_int("the validation interval", interval, minimum=1)
+    return mode, checked, check_groups("validation", groups)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-import numbers
 import os
-import pickle
 import time
 import weakref
 from collections import deque
@@ -15,15 +13,17 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar
 
 from hydrax import _context, _core, _spawned
+from hydrax._arguments import check_end, check_int, check_start, check_timeout
 from hydrax._batch import Batch, make_batch
-from hydrax._datagroup import DataGroup, check_int
+from hydrax._datagroup import DataGroup, check_groups, check_validation
 from hydrax._interrupt import InterruptHandler
 from hydrax._memory import available_nbytes, format_nbytes
+from hydrax._records import describe_item, read_records
 from hydrax._schedule import GroupOrder, PlannedBatch, Schedule, Validation
 from hydrax._specs import ArrayLayout, lay_out, placed_specs
-from hydrax._worker_main import ItemLoader, LoadFailure, LoadGroup, LoadJob, describe_failure
+from hydrax._worker_main import ItemLoader, LoadGroup, LoadJob
 from hydrax._workers import StartMethod, WorkerPool
-from hydrax.errors import ArenaMemoryError, BatchTimeoutError, LoaderError
+from hydrax.errors import ArenaMemoryError, BatchTimeoutError
 
 if TYPE_CHECKING:
     import jax
@@ -157,12 +157,12 @@ class Dataloader(Generic[D]):
         self._depth = check_int("depth", depth, minimum=1, maximum=2**20)
         self._loader_count = check_int("loader_count", loader_count, minimum=0, maximum=2**12)
         check_int("cacher_count", cacher_count, minimum=0)
-        self._timeout_s = _check_timeout(timeout_sec)
+        self._timeout_s = check_timeout(timeout_sec)
         self._deterministic = bool(deterministic)
         self._placement_func = placement_func
         self._start_method: StartMethod = start_method
-        self._training = _check_groups("training", training)
-        mode, interval, self._validation = _check_validation(validation)
+        self._training = check_groups("training", training)
+        mode, interval, self._validation = check_validation(validation)
         self._schedule = Schedule(
             [_group_order(group, index) for index, group in enumerate(self._training)],
             Validation(
@@ -172,8 +172,8 @@ class Dataloader(Generic[D]):
             )
             if self._validation
             else None,
-            start_at=_check_start(start_at),
-            end_at=_check_end(end_at),
+            start_at=check_start(start_at),
+            end_at=check_end(end_at),
             interleave_groups=bool(interleave_groups),
         )
         if (
@@ -413,7 +413,13 @@ class Dataloader(Generic[D]):
         self._plan_ahead()
         if not lease.has_records:
             return self._deliver(planned, lease, None)
-        additional = self._read_records(planned, lease.records())
+        additional = read_records(
+            planned,
+            self._groups[planned.group_number],
+            lease.records(),
+            is_batched=self._job.is_batched,
+            inline=self._inline,
+        )
         if isinstance(additional, Exception):
             # An exception that is kept keeps this frame, which must not keep the slot.
             del lease
@@ -538,18 +544,8 @@ class Dataloader(Generic[D]):
     def _describe_item(self, serial: int, item: int) -> str:
         for planned in self._pending:
             if planned.plan.serial == serial:
-                index = planned.plan.indices()[item]
-                _, text = _descriptor(self._groups[self._group_number(planned)], index)
-                kind = "training" if planned.kind == _core.TRAINING else "validation"
-                return (
-                    f"item {index} ({text}) of {kind} group {planned.group_index}, "
-                    f"{kind} batch {planned.batch_num}"
-                )
+                return describe_item(planned, self._groups[planned.group_number], item)
         return f"item {item} of a batch"
-
-    def _group_number(self, planned: PlannedBatch) -> int:
-        offset = 0 if planned.kind == _core.TRAINING else len(self._training)
-        return planned.group_index + offset
 
     def _deliver(
         self,
@@ -558,7 +554,7 @@ class Dataloader(Generic[D]):
         additional: dict[str, list[Any]] | None,
     ) -> Batch[D]:
         """The batch in a leased slot."""
-        number = self._group_number(planned)
+        number = planned.group_number
         group = self._groups[number]
         if self._place is not None:
             arrays = self._place(lease, self._layouts[number])
@@ -585,101 +581,6 @@ class Dataloader(Generic[D]):
             )
         return dict(placed)
 
-    def _read_records(
-        self, planned: PlannedBatch, records: Sequence[tuple[int, int, bytes]]
-    ) -> dict[str, list[Any]] | Exception:
-        """The additional results of a batch, or the error of one that has failed."""
-        if any(kind != _core.RECORD_ADDITIONAL for kind, _, _ in records):
-            return self._failure(planned, records)
-        batch_size = self._groups[self._group_number(planned)].batch_size
-        additional: dict[str, list[Any]] = {}
-        for _, first, payload in records:
-            try:
-                results = pickle.loads(payload)
-            except Exception as error:  # the classes of the results may do anything
-                failure = describe_failure(error, "", "reading the result of")
-                return self._loader_error(planned, first, failure, error)
-            for key, values in results.items():
-                whole = additional.setdefault(key, [None] * batch_size)
-                whole[first : first + len(values)] = values
-        return additional
-
-    def _failure(
-        self, planned: PlannedBatch, records: Sequence[tuple[int, int, bytes]]
-    ) -> Exception:
-        """The error of a batch that has failed: of its first item that has."""
-        kind, item, payload = min(
-            (record for record in records if record[0] != _core.RECORD_ADDITIONAL),
-            key=lambda record: record[1],
-        )
-        if kind == _core.RECORD_NO_MEMORY:
-            return ArenaMemoryError(
-                f"the memory of a batch ({format_nbytes(self.arena_nbytes // self._depth)}) could "
-                f"not be reserved; {format_nbytes(available_nbytes())} are available; lower depth "
-                "or batch_size"
-            )
-        if payload:
-            failure = LoadFailure(*pickle.loads(payload))
-        else:
-            failure = LoadFailure(
-                kind="an exception",
-                message="there was no room to describe it",
-                traceback_text="",
-                exception=None,
-                arrays="",
-                stage="loading",
-                pid=0,
-            )
-        return self._loader_error(planned, item, failure, self._original_exception(failure))
-
-    def _loader_error(
-        self,
-        planned: PlannedBatch,
-        item: int,
-        failure: LoadFailure,
-        original: BaseException | None,
-    ) -> LoaderError:
-        index = planned.plan.indices()[item]
-        is_training = planned.kind == _core.TRAINING
-        seed = planned.plan.seeds()[item] if is_training else None
-        kind = "training" if is_training else "validation"
-        descriptor, text = _descriptor(self._groups[self._group_number(planned)], index)
-        what = "items from" if self._job.is_batched and failure.stage == "loading" else "item"
-        message = (
-            f"{failure.stage} {what} {index} ({text}) of {kind} group {planned.group_index} "
-            f"failed in epoch {planned.epoch}, batch {planned.epoch_batch}, seed {seed}: "
-            f"{failure.kind}: {failure.message}"
-        )
-        if failure.arrays:
-            message += f"\nThe item's arrays: {failure.arrays}"
-        if failure.traceback_text and self._inline is None:
-            message += f"\nIn loader process {failure.pid}:\n{failure.traceback_text.rstrip()}"
-        error = LoaderError(
-            message,
-            descriptor=descriptor,
-            index=index,
-            group_index=planned.group_index,
-            epoch=planned.epoch,
-            seed=seed,
-            traceback_text=failure.traceback_text,
-        )
-        error.__cause__ = original
-        return error
-
-    def _original_exception(self, failure: LoadFailure) -> BaseException | None:
-        if self._inline is not None:
-            original, self._inline.last_error = self._inline.last_error, None
-            return original
-        if failure.exception is None:
-            return None
-        try:
-            original = pickle.loads(failure.exception)
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # its class may do anything when it is rebuilt; the text says it all
-            return None
-        return original if isinstance(original, BaseException) else None
-
     def __repr__(self) -> str:
         training = ", ".join(repr(group) for group in self._training)
         workers = f"{self._loader_count} loader processes" if self._loader_count else "no processes"
@@ -704,74 +605,6 @@ def _abandon_all() -> None:
 
 
 os.register_at_fork(after_in_child=_abandon_all)
-
-
-def _descriptor(group: DataGroup[Any], index: int) -> tuple[Any, str]:
-    """An item's descriptor and its text, whatever the data set does when it is asked."""
-    try:
-        descriptor = group.data[index]
-    except Exception:
-        return None, "its descriptor cannot be had"
-    try:
-        return descriptor, f"{descriptor!r:.80}"
-    except Exception:
-        return descriptor, "its descriptor cannot be shown"
-
-
-def _check_groups(name: str, groups: Any) -> tuple[DataGroup[Any], ...]:
-    if isinstance(groups, DataGroup):
-        return (groups,)
-    if not isinstance(groups, Iterable):
-        raise TypeError(f"{name} is {type(groups).__name__}; expected a DataGroup, or several")
-    found = tuple(groups)
-    for group in found:
-        if not isinstance(group, DataGroup):
-            raise TypeError(f"{name} contains {type(group).__name__}; expected DataGroups")
-    if not found:
-        raise ValueError(f"{name} is empty; expected at least one DataGroup")
-    return found
-
-
-def _check_validation(validation: Any) -> tuple[str, int, tuple[DataGroup[Any], ...]]:
-    if validation is None:
-        return "epoch", 1, ()
-    if not isinstance(validation, tuple) or len(validation) != 3:
-        raise TypeError(
-            f"validation is {validation!r:.80}; expected ('epoch' or 'batch', interval, groups)"
-        )
-    mode, interval, groups = validation
-    if mode not in ("epoch", "batch"):
-        raise ValueError(f"the validation mode is {mode!r}; expected 'epoch' or 'batch'")
-    checked = check_int("the validation interval", interval, minimum=1)
-    return mode, checked, _check_groups("validation", groups)
-
-
-def _check_start(start_at: Any) -> tuple[int, int]:
-    if not isinstance(start_at, tuple) or len(start_at) != 2:
-        raise TypeError(f"start_at is {start_at!r}; expected (epoch, batches)")
-    return (
-        check_int("the epoch of start_at", start_at[0], minimum=0),
-        check_int("the batches of start_at", start_at[1], minimum=0),
-    )
-
-
-def _check_end(end_at: Any) -> tuple[str, int] | None:
-    if end_at is None:
-        return None
-    if not isinstance(end_at, tuple) or len(end_at) != 2:
-        raise TypeError(f"end_at is {end_at!r}; expected ('epoch' or 'batch', number)")
-    if end_at[0] not in ("epoch", "batch"):
-        raise ValueError(f"end_at begins with {end_at[0]!r}; expected 'epoch' or 'batch'")
-    return end_at[0], check_int("the number of end_at", end_at[1], minimum=0)
-
-
-def _check_timeout(timeout_sec: Any) -> float | None:
-    if isinstance(timeout_sec, bool) or not isinstance(timeout_sec, numbers.Real):
-        raise TypeError(f"timeout_sec is {timeout_sec!r}; expected a number of seconds")
-    seconds = float(timeout_sec)
-    if seconds != seconds:
-        raise ValueError("timeout_sec is NaN; expected a number of seconds")
-    return seconds if 0 < seconds < 1e9 else None
 
 
 def _group_order(group: DataGroup[Any], index: int) -> GroupOrder:

@@ -87,7 +87,7 @@ class _ItemSeededBits(np.random.MT19937):
 _ItemSeededBits.__name__ = "MT19937"
 
 _numpy_random: Any = np.random  # the functions for its bit generator are missing in its stubs
-_generator: Any = random._inst  # type: ignore[attr-defined]
+_generator: Any = random._inst
 # Methods that are looked up on the instance once, when random is imported.
 _BOUND_NAMES = ("random", "getrandbits", "getstate")
 

@@ -25,6 +25,7 @@ class PlannedBatch(NamedTuple):
     Attributes:
         plan: The batch for the core.
         kind: ``_core.TRAINING`` or ``_core.VALIDATION``.
+        group_number: Which of all groups, training groups first.
         group_index: Which of the training, or of the validation groups.
         epoch: Training epoch, or number of the validation run.
         epoch_batch: Position within the epoch or validation run.
@@ -34,6 +35,7 @@ class PlannedBatch(NamedTuple):
 
     plan: _core.Plan
     kind: int
+    group_number: int
     group_index: int
     epoch: int
     epoch_batch: int
@@ -215,6 +217,7 @@ class Schedule:
             plan,
             _core.TRAINING,
             group_index,
+            group_index,
             epoch,
             epoch_batch,
             batch_num,
@@ -254,6 +257,7 @@ class Schedule:
                 yield PlannedBatch(
                     plan,
                     _core.VALIDATION,
+                    len(self._training) + group_index,
                     group_index,
                     run,
                     epoch_batch,

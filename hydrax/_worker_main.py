@@ -181,6 +181,7 @@ class ItemLoader:
                     raise _ItemError(item, "sending the result of") from error
             run.complete(payload)
         except MemoryError as error:
+            self.last_error = error
             self.fail(run, error, "keeping the results of")
         except _ItemError as failed:
             cause = failed.__cause__
@@ -370,6 +371,8 @@ def _convert_parts(
             convert(name, parts[name], slot[name][first : first + count])
         except ValueRangeError as error:
             raise _ItemError(first + (error.item or 0), "converting") from error
+        except Exception as error:
+            raise _ItemError(first, "converting") from error
 
 
 def _checked_result(result: Any) -> Mapping[str, Any]:

@@ -1,0 +1,62 @@
+"""Arguments of a Dataloader, checked at the door; every error names the argument."""
+
+from __future__ import annotations
+
+import numbers
+import operator
+from typing import Any
+
+import numpy as np
+
+__all__ = ["check_end", "check_int", "check_start", "check_timeout"]
+
+
+def check_int(name: str, value: Any, *, minimum: int, maximum: int = 2**62) -> int:
+    """Value as an int within [minimum, maximum], or an error that names the argument.
+
+    Example:
+        >>> check_int("depth", 3, minimum=1)
+        3
+    """
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} is {value!r}; expected an int")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; expected an int") from None
+    if number < minimum:
+        raise ValueError(f"{name} is {number}; it must be at least {minimum}")
+    if number > maximum:
+        raise ValueError(f"{name} is {number}; it must be at most {maximum}")
+    return number
+
+
+def check_start(start_at: Any) -> tuple[int, int]:
+    """start_at as (epoch, batches), both at least 0."""
+    if not isinstance(start_at, tuple) or len(start_at) != 2:
+        raise TypeError(f"start_at is {start_at!r}; expected (epoch, batches)")
+    return (
+        check_int("the epoch of start_at", start_at[0], minimum=0),
+        check_int("the batches of start_at", start_at[1], minimum=0),
+    )
+
+
+def check_end(end_at: Any) -> tuple[str, int] | None:
+    """end_at as (mode, number), or None."""
+    if end_at is None:
+        return None
+    if not isinstance(end_at, tuple) or len(end_at) != 2:
+        raise TypeError(f"end_at is {end_at!r}; expected ('epoch' or 'batch', number)")
+    if end_at[0] not in ("epoch", "batch"):
+        raise ValueError(f"end_at begins with {end_at[0]!r}; expected 'epoch' or 'batch'")
+    return end_at[0], check_int("the number of end_at", end_at[1], minimum=0)
+
+
+def check_timeout(timeout_sec: Any) -> float | None:
+    """timeout_sec in seconds; None waits for ever."""
+    if isinstance(timeout_sec, bool) or not isinstance(timeout_sec, numbers.Real):
+        raise TypeError(f"timeout_sec is {timeout_sec!r}; expected a number of seconds")
+    seconds = float(timeout_sec)
+    if seconds != seconds:
+        raise ValueError("timeout_sec is NaN; expected a number of seconds")
+    return seconds if 0 < seconds < 1e9 else None
