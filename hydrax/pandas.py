@@ -21,6 +21,9 @@ __all__ = ["RowData"]
 
 _logger = logging.getLogger(__name__)
 
+# Since pandas 3 a row that is changed gets its own memory first.
+_COPY_ON_WRITE: Final = int(pd.__version__.split(".")[0]) >= 3
+
 
 class RowData(Sequence["pd.Series[Any]"]):
     """The rows of a DataFrame, by position, whatever its index.
@@ -29,10 +32,11 @@ class RowData(Sequence["pd.Series[Any]"]):
     that may be changed. A slice gives a RowData that shares the data.
 
     Reading an object of Python writes its reference count, so a forked loader process that reads a
-    column of strings ends up with its own copy of the column's memory. Therefore each column (and
-    index) of strings or other objects is packed once, when the RowData is made: strings as UTF-8,
-    bytes as they are, other objects pickled, all in one block of bytes that reading does not
-    change. Numeric, datetime, categorical and Arrow columns are used as they are. Hence:
+    column of strings ends up with its own copy of the column's memory. Therefore each column of
+    strings or other objects, as well as such an index or such categories, is packed once, when the
+    RowData is made: strings as UTF-8, bytes as they are, other objects pickled, all in one block of
+    bytes that reading does not change. Numeric, datetime and Arrow columns are used as they are;
+    a frame with nothing to pack is read by ``iloc`` itself. Hence:
 
     - The DataFrame must not be changed afterwards. Packed cells would keep their old values, and
       those that are pickled come out as new objects each time they are read.
@@ -104,9 +108,7 @@ class RowData(Sequence["pd.Series[Any]"]):
             TypeError: ``key`` is neither an integer nor a slice of integers.
         """
         if isinstance(key, slice):
-            part = RowData.__new__(RowData)
-            part._table, part._rows, part._dataframe = self._table, self._rows[key], None
-            return part
+            return _row_data(self._table, self._rows[key])
         try:
             position = operator.index(key)
         except TypeError:
@@ -123,18 +125,16 @@ class RowData(Sequence["pd.Series[Any]"]):
         return self._table.row(row)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self._table, self._rows)
+        return _row_data, (self._table, self._rows)
 
     def __repr__(self) -> str:
-        table = self._table
-        packed = [str(c) for c, s in zip(table.columns, table.sources, strict=True) if _packs(s)]
-        if _packs(table.index):
-            packed.insert(0, "index")
-        note = f", packed: {', '.join(packed)}" if packed else ""
-        return f"RowData({len(self._rows)} rows x {len(table.columns)} columns{note})"
+        packed = ", ".join(self._table.packed_names)
+        shape = f"{len(self._rows)} rows x {len(self._table.columns)} columns"
+        return f"RowData({shape}, packed: {packed})" if packed else f"RowData({shape})"
 
 
-def _restored(table: _Table, rows: range) -> RowData:
+def _row_data(table: _Table, rows: range) -> RowData:
+    """Make a RowData of a table that exists already."""
     data = RowData.__new__(RowData)
     data._table, data._rows, data._dataframe = table, rows, None
     return data
@@ -145,30 +145,42 @@ def _type_name(value: object) -> str:
 
 
 class _Table:
-    """The columns of a frame, each readable by position, and how rows are put together.
+    """A frame whose cells can be read without touching a Python object for each of them.
 
-    Shared by a RowData and its slices. A *source* is anything whose ``source[i]`` is the cell that
-    ``iloc`` would put into a row: a NumPy array, an array or index of pandas, :class:`_Packed` or
-    :class:`_Coded`.
+    Shared by a RowData and its slices. If no column needed packing, the rows are left to pandas
+    (``values``). Else each column is a *source*: anything whose ``source[i]`` is the cell that
+    ``iloc`` would put into a row, such as a NumPy array, an array or index of pandas,
+    :class:`_Packed` or :class:`_Coded`.
     """
 
     def __init__(self, frame: pd.DataFrame) -> None:
+        self.row_count = len(frame)
         self.columns = frame.columns
         self.attrs = dict(frame.attrs)
-        self.dtypes = list(frame.dtypes)
-        # What pandas makes of differing dtypes is its own affair: ask it, with the first row.
-        self.row_dtype: Any = frame.iloc[0].dtype if len(frame) else np.dtype(object)
-        self.sources = [
-            _column_source(frame.iloc[:, j], self.row_dtype) for j in range(frame.shape[1])
-        ]
         self.index = _index_source(frame.index)
         self.index_template = frame.index.take([])  # a slice would keep the labels alive
-        self.row_count = len(frame)
-        self.matrix = _matrix_of(frame, self.row_dtype)
-        packed = any(map(_packs, (*self.sources, self.index)))
-        # Where nothing was packed the frame holds the very memory that the sources use.
-        self._frame = None if packed else frame
+        self.row_dtype: Any = None
+        self.dtypes = list(frame.dtypes)
+        self.sources: list[Any] = []
+        self.values: pd.DataFrame | None = None
+        self.packed_names: list[str] = []
         self._frame_ref: Callable[[], pd.DataFrame | None] = weakref.ref(frame)
+
+        if _packs(self.index):
+            self.packed_names.append("index")
+        if any(map(_may_pack, self.dtypes)) and len(frame):
+            # What pandas makes of differing dtypes is its own affair: ask it. Beside Python
+            # objects the dtype has room for everything, so it is the same for all rows.
+            self.row_dtype = frame.iloc[0].dtype
+            self.sources = [_column_source(frame.iloc[:, j]) for j in range(frame.shape[1])]
+        names = [str(c) for c, s in zip(self.columns, self.sources, strict=False) if _packs(s)]
+        if not names:
+            self.sources = []
+            self.values = frame
+            if self.packed_names:  # the same memory without the labels
+                self.values = frame.copy(deep=False)
+                self.values.index = pd.RangeIndex(len(frame))
+        self.packed_names += names
 
     def original(self) -> pd.DataFrame | None:
         """Return the frame this was made of, if it still exists."""
@@ -176,39 +188,47 @@ class _Table:
 
     def dataframe(self) -> pd.DataFrame:
         """Return the original frame or an equal one."""
-        frame = self._frame if self._frame is not None else self.original()
-        if frame is None:
-            frame = self._rebuilt()
-        return frame
-
-    def _rebuilt(self) -> pd.DataFrame:
-        columns = {
-            j: pd.Series(_array_of(source, self.row_count, dtype), copy=False)
-            for j, (source, dtype) in enumerate(zip(self.sources, self.dtypes, strict=True))
-        }
-        frame = pd.DataFrame(columns, index=range(self.row_count), copy=False)
-        frame.columns = self.columns
+        frame = self.original()
+        if frame is not None:
+            return frame
+        if not self.packed_names and self.values is not None:
+            return self.values
+        if self.values is not None:
+            frame = self.values.copy(deep=False)
+        else:
+            columns = {
+                j: pd.Series(_array_of(source, self.row_count, dtype), dtype=dtype, copy=False)
+                for j, (source, dtype) in enumerate(zip(self.sources, self.dtypes, strict=True))
+            }
+            frame = pd.DataFrame(columns, copy=False)
+            frame.columns = self.columns
+            frame.attrs = dict(self.attrs)
         frame.index = _index_of(self.index, self.row_count, self.index_template)
-        frame.attrs = dict(self.attrs)
         return frame
 
     def row(self, position: int) -> pd.Series[Any]:
         """Return row ``position``, which is in range."""
+        row: pd.Series[Any]
+        if self.values is not None:
+            row = self.values.iloc[position]
+            if not _COPY_ON_WRITE:
+                row = row.copy()
+            if self.packed_names:
+                row.name = self.index[position]
+            return row
         dtype = self.row_dtype
         values: Any
-        if self.matrix is not None:
-            values = self.matrix[position].copy()
-        elif isinstance(dtype, np.dtype):
-            values = np.empty(len(self.sources), dtype)
-            for j, source in enumerate(self.sources):
-                values[j] = source[position]
-        elif isinstance(dtype, pd.CategoricalDtype):
+        if isinstance(dtype, pd.CategoricalDtype):
             codes = [source.codes[position] for source in self.sources]
             values = pd.Categorical.from_codes(codes, dtype=dtype)
         else:
-            values = pd.array([source[position] for source in self.sources], dtype=dtype)
+            values = np.empty(len(self.sources), object)
+            for j, source in enumerate(self.sources):  # NumPy would look into lists and arrays
+                values[j] = source[position]
+            if not isinstance(dtype, np.dtype):
+                values = pd.array(values, dtype=dtype)
         # A given dtype keeps pandas from inferring one; as an instance it is taken quickly.
-        row: pd.Series[Any] = pd.Series(
+        row = pd.Series(
             values, index=self.columns, dtype=dtype, name=self.index[position], copy=False
         )
         if self.attrs:
@@ -217,32 +237,22 @@ class _Table:
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        del state["_frame_ref"], state["_frame"]
-        if self.matrix is not None:
-            state["sources"] = []  # views of the matrix, which would be pickled as copies
+        del state["_frame_ref"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self.matrix is not None:
-            self.sources = list(self.matrix.T)
-        self._frame = None
         self._frame_ref = lambda: None
 
 
-def _matrix_of(frame: pd.DataFrame, row_dtype: Any) -> npt.NDArray[Any] | None:
-    """Return the frame's memory as rows, where it lies in one block of a NumPy dtype."""
-    if not isinstance(row_dtype, np.dtype) or row_dtype.kind == "O" or not frame.shape[1]:
-        return None
-    if any(dtype != row_dtype for dtype in frame.dtypes):
-        return None
-    head = frame.iloc[:1]  # has the blocks of the frame, and costs little if they must be joined
-    if not np.shares_memory(head.to_numpy(), head.iloc[:, -1].to_numpy()):
-        return None
-    return frame.to_numpy()
+def _may_pack(dtype: Any) -> bool:
+    """Whether a column of this dtype holds Python objects, itself or as its categories."""
+    if isinstance(dtype, pd.CategoricalDtype):
+        dtype = dtype.categories.dtype
+    return _holds_objects(dtype)
 
 
-def _column_source(column: pd.Series[Any], row_dtype: Any) -> Any:
+def _column_source(column: pd.Series[Any]) -> Any:
     dtype = column.dtype
     if isinstance(dtype, pd.CategoricalDtype):
         categorical: Any = column.array
@@ -254,7 +264,7 @@ def _column_source(column: pd.Series[Any], row_dtype: Any) -> Any:
         if packed is not None:
             return packed
         return cells if isinstance(dtype, np.dtype) else column.array
-    if isinstance(dtype, np.dtype) and (dtype.kind not in "mM" or dtype.kind == row_dtype.kind):
+    if isinstance(dtype, np.dtype) and dtype.kind not in "mM":
         return column.to_numpy()
     return column.array  # gives Timestamp, Timedelta and pd.NA, as iloc does
 
