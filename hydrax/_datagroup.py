@@ -109,6 +109,8 @@ class DataGroup(Sequence[D], Generic[D]):
             count = len(self._data)
         except OverflowError:
             raise ValueError("data has more items than the 2**63 - 1 that can be counted") from None
+        except TypeError as error:
+            raise TypeError(f"data has no length: {error}") from error
         if count == 0:
             raise ValueError("data is empty; a DataGroup needs at least one item")
         self._batch_size = check_int("batch_size", min(wanted, count), minimum=1, maximum=2**31 - 1)

@@ -23,7 +23,7 @@ from hydrax._schedule import GroupOrder, PlannedBatch, Schedule, Validation
 from hydrax._specs import ArrayLayout, lay_out, placed_specs
 from hydrax._worker_main import ItemLoader, LoadGroup, LoadJob
 from hydrax._workers import StartMethod, WorkerPool
-from hydrax.errors import ArenaMemoryError, BatchTimeoutError
+from hydrax.errors import ArenaMemoryError, BatchTimeoutError, WorkerDiedError
 
 if TYPE_CHECKING:
     import jax
@@ -218,6 +218,7 @@ class Dataloader(Generic[D]):
         self._planner: Iterator[PlannedBatch] = iter(self._schedule)
         self._next_planned: PlannedBatch | None = next(self._planner, None)
         self._pending: deque[PlannedBatch] = deque()
+        self._fatal_error: WorkerDiedError | None = None
         self._interrupted = False
         self._interrupt_handler = InterruptHandler(self.interrupt)
         self._idle_ns = 0
@@ -431,6 +432,8 @@ class Dataloader(Generic[D]):
             raise RuntimeError("iterate over a Dataloader inside its with block")
         if self._state == "closed":
             raise RuntimeError("the Dataloader's with block has been left; make a new Dataloader")
+        if self._fatal_error is not None:
+            raise self._fatal_error  # not an end like any other
         self._interrupt_handler.check()
         raise StopIteration
 
@@ -460,8 +463,9 @@ class Dataloader(Generic[D]):
                     raise RuntimeError("the Dataloader was closed while next() was waiting")
                 if result >= 0:
                     assert self._pool is not None
+                    self._fatal_error = self._pool.ended(result, self._describe_item)
                     self._state = "ended"
-                    raise self._pool.ended(result, self._describe_item)
+                    raise self._fatal_error
                 result = arena.wait(serial, deadline)
         finally:
             self._idle_ns += time.monotonic_ns() - start
@@ -526,7 +530,8 @@ class Dataloader(Generic[D]):
         if leased == len(states):
             lines.append(
                 f"all {leased} slots (depth) are held by arrays of earlier batches: delete batches "
-                "and their arrays before asking for the next one, or keep batch.copy(); "
+                "and their arrays before asking for the next one (enumerate() and zip() hold the last one, "
+                "too: use a larger depth), or keep batch.copy(); "
                 "hydrax.debug_batch_references() shows what holds them"
             )
         for index in range(self._loader_count):

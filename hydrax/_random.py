@@ -33,13 +33,15 @@ class _ItemSeededRandom(random.Random):
         _seed_from_item()
         return super().getrandbits(k)
 
-    def getstate(self) -> tuple[Any, ...]:
+    # The other methods are written in Python and look at these two attributes, so they need not be
+    # replaced, and are right where they were imported by name: getstate() asks for the version
+    # first, gauss() for the value that was left over; seed() and setstate() set that, after which
+    # the user's seed holds for the rest of the item.
+    @property
+    def VERSION(self) -> int:  # type: ignore[override]  # noqa: N802
         _seed_from_item()
-        return super().getstate()
+        return random.Random.VERSION
 
-    # gauss() asks for it before it draws; seed() and setstate() set it, after which the user's
-    # seed holds for the rest of the item. So those three need not be replaced, and work where
-    # they were imported by name.
     @property
     def gauss_next(self) -> float | None:
         _seed_from_item()
@@ -89,7 +91,7 @@ _ItemSeededBits.__name__ = "MT19937"
 _numpy_random: Any = np.random  # the functions for its bit generator are missing in its stubs
 _generator: Any = random._inst
 # Methods that are looked up on the instance once, when random is imported.
-_BOUND_NAMES = ("random", "getrandbits", "getstate")
+_BOUND_NAMES = ("random", "getrandbits")
 
 
 def _seed_from_item() -> None:

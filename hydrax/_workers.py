@@ -163,7 +163,8 @@ class WorkerPool:
         _, item, _, _ = self._arena.worker_state(index)
         doing = "" if item is None else f" while loading {describe(*item)}"
         return WorkerDiedError(
-            f"loader process {index} (pid {worker.pid}) {_describe_exit(exitcode)}{doing}",
+            f"loader process {index} (pid {worker.pid}) {_describe_exit(exitcode)}{doing}"
+            f"{_hint(exitcode)}",
             worker_index=index,
             pid=worker.pid,
             exitcode=exitcode,
@@ -219,17 +220,20 @@ def _signals_held() -> Iterator[None]:
 
 def _describe_exit(exitcode: int | None) -> str:
     if exitcode is None:
-        return "ended; its exit status was collected by somebody else"
+        return "ended, and its exit status was collected by somebody else,"
     if exitcode >= 0:
         return f"exited with status {exitcode}"
-    number = -exitcode
     try:
-        name = signal.Signals(number).name
+        name = signal.Signals(-exitcode).name
     except ValueError:  # a real-time signal
-        name = f"signal {number}"
-    hints: dict[int, str] = {
-        signal.SIGKILL: "; the kernel does that when memory runs out",
-        signal.SIGBUS: "; a file that it had mapped may have become shorter",
-        signal.SIGSEGV: "; native code in the loader function crashed, see the stack on stderr",
+        name = f"signal {-exitcode}"
+    return f"was ended by {name}"
+
+
+def _hint(exitcode: int | None) -> str:
+    hints: dict[int | None, str] = {
+        -signal.SIGKILL: "; the kernel does that when memory runs out",
+        -signal.SIGBUS: "; a file that it had mapped may have become shorter",
+        -signal.SIGSEGV: "; native code crashed, see the Python stack on stderr",
     }
-    return f"was ended by {name}{hints.get(number, '')}"
+    return hints.get(exitcode, "")
