@@ -530,8 +530,8 @@ class Dataloader(Generic[D]):
         if leased == len(states):
             lines.append(
                 f"all {leased} slots (depth) are held by arrays of earlier batches: delete batches "
-                "and their arrays before asking for the next one (enumerate() and zip() hold the last one, "
-                "too: use a larger depth), or keep batch.copy(); "
+                "and their arrays before asking for the next one (enumerate() and zip() hold the "
+                "last one, too: use a larger depth), or keep batch.copy(); "
                 "hydrax.debug_batch_references() shows what holds them"
             )
         for index in range(self._loader_count):
