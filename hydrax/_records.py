@@ -124,7 +124,7 @@ def _loader_error(
     if failure.arrays:
         message += f"\nThe item's arrays: {failure.arrays}"
     if failure.traceback_text:
-        message += f"\nIn process {failure.pid}:\n{failure.traceback_text.rstrip()}"
+        message += f"\nIn loader process {failure.pid}:\n{failure.traceback_text.rstrip()}"
     error = LoaderError(
         message,
         descriptor=descriptor,
