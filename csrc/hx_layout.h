@@ -46,8 +46,8 @@ struct hx_plan {
     uint64_t seed_start;     /* seed of position p is at seed_start + p, modulo 2**31 */
     uint32_t group;          /* index into the arena's groups */
     uint32_t item_count;     /* items of the batch, at least 1 */
+    uint32_t valid_count;    /* items before they repeat, to fill up a last batch; at least 1 */
     uint32_t kind;           /* enum hx_plan_kind */
-    uint32_t padding;
 };
 
 /* What is known about a group. Guarded by the mutex. */

@@ -203,17 +203,22 @@ void hx_run_fail(struct hx_arena *arena, uint32_t worker, const struct hx_run *r
 void hx_plan_items(const struct hx_plan *plan, uint32_t first, uint32_t count, int64_t *indices,
                    int64_t *seeds)
 {
-    const uint64_t start = plan->first_position + first;
+    const uint64_t start = plan->first_position;
     if (indices != NULL) {
-        const struct hx_permutation order = hx_permutation_make(plan->order_key, plan->order_count);
-        for (uint32_t i = 0; i < count; i++)
-            indices[i] = (int64_t)(plan->order_count == 0 ? start + i
-                                                          : hx_permutation_at(&order, start + i));
+        const struct hx_permutation order =
+            hx_permutation_make(plan->order_key, plan->order_count);
+        for (uint32_t i = 0; i < count; i++) {
+            const uint64_t position = start + (first + i) % plan->valid_count;
+            indices[i] = (int64_t)(plan->order_count == 0 ? position
+                                                          : hx_permutation_at(&order, position));
+        }
     }
     if (seeds != NULL) {
         const struct hx_permutation order = hx_permutation_make(plan->seed_key, SEED_COUNT);
-        for (uint32_t i = 0; i < count; i++)
+        for (uint32_t i = 0; i < count; i++) {
+            const uint64_t position = start + (first + i) % plan->valid_count;
             seeds[i] =
-                (int64_t)hx_permutation_at(&order, (plan->seed_start + start + i) % SEED_COUNT);
+                (int64_t)hx_permutation_at(&order, (plan->seed_start + position) % SEED_COUNT);
+        }
     }
 }

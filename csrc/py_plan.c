@@ -28,16 +28,20 @@ const struct hx_plan *core_plan_get(struct core_state *state, PyObject *object)
 static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"serial",   "epoch",      "first_position", "order_key",  "order_count",
-                            "seed_key", "seed_start", "group",          "item_count", "kind",
-                            NULL};
+                            "seed_key", "seed_start", "group",          "item_count", "valid_count",
+                            "kind",     NULL};
     unsigned long long serial, epoch, first, order_key, order_count, seed_key, seed_start;
-    unsigned int group, item_count, kind;
+    unsigned int group, item_count, valid_count, kind;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     struct plan_object *self;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KKKKKKKIII", names, &serial, &epoch, &first,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KKKKKKKIIII", names, &serial, &epoch, &first,
                                      &order_key, &order_count, &seed_key, &seed_start, &group,
-                                     &item_count, &kind))
+                                     &item_count, &valid_count, &kind))
         return NULL;
+    if (valid_count < 1 || valid_count > item_count) {
+        PyErr_SetString(PyExc_ValueError, "valid_count must be from 1 to item_count");
+        return NULL;
+    }
     self = (struct plan_object *)allocate(type, 0);
     if (self != NULL) {
         self->plan = (struct hx_plan){
@@ -50,6 +54,7 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
             .seed_start = seed_start,
             .group = group,
             .item_count = item_count,
+            .valid_count = valid_count,
             .kind = kind,
         };
     }
@@ -131,7 +136,7 @@ static PyMethodDef plan_methods[] = {
 
 PyDoc_STRVAR(plan_doc,
              "Plan(serial, epoch, first_position, order_key, order_count, seed_key, seed_start, "
-             "group, item_count, kind)\n--\n\nOne batch that is to be loaded.");
+             "group, item_count, valid_count, kind)\n--\n\nOne batch that is to be loaded.");
 
 static PyType_Slot plan_slots[] = {
     {Py_tp_doc, (void *)plan_doc}, {Py_tp_new, plan_new},       {Py_tp_dealloc, plan_dealloc},

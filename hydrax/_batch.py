@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
 
+import numpy as np
+
 from hydrax import _core
 from hydrax._datagroup import DataGroup
 from hydrax._schedule import PlannedBatch
@@ -132,6 +134,20 @@ class Batch(Generic[D]):
         return self._indices
 
     @property
+    def valid_count(self) -> int:
+        """Items that are not repetitions: all, except in a last batch that was padded."""
+        return self._planned.valid_count
+
+    @property
+    def mask(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Bool array of shape ``(batch,)``: False for items that only pad a last batch.
+
+        It has the same shape in each batch of a group with ``remainder="pad"``, so that a jitted
+        function that takes it is compiled once.
+        """
+        return np.arange(len(self)) < self.valid_count
+
+    @property
     def group(self) -> DataGroup[D]:
         """The DataGroup that the items belong to."""
         return self._group
@@ -226,7 +242,7 @@ class Batch(Generic[D]):
         return self
 
     def __len__(self) -> int:
-        return self._group.batch_size
+        return self._planned.item_count
 
     def _describe(self) -> str:
         raise NotImplementedError

@@ -31,6 +31,7 @@ class Plan:
         seed_start: int,
         group: int,
         item_count: int,
+        valid_count: int,
         kind: int,
     ) -> Plan: ...
     def indices(self) -> list[int]: ...

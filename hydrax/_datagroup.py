@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 D = TypeVar("D")
 
 ShuffleMode = Literal["repeat", "reseed", "itemwise", "batchwise", "default"]
+RemainderMode = Literal["drop", "pad", "short"]
+_REMAINDER_MODES = ("drop", "pad", "short")
 _SHUFFLE_MODES = ("repeat", "reseed", "itemwise", "batchwise", "default")
 
 
@@ -61,14 +63,15 @@ class DataGroup(Sequence[D], Generic[D]):
             seeds, same order. ``"itemwise"``: a new order of the items, and new seeds.
             ``"batchwise"``: a new order of the batches, which keep their items and seeds.
             ``"default"``: ``"batchwise"`` with a cache_location, else ``"itemwise"``.
+        remainder: What becomes of the items that do not fill a last batch. ``"drop"``: they are
+            left out of the epoch; with ``"itemwise"`` shuffling other ones each time. ``"pad"``:
+            they are repeated until the batch is full, so that shapes stay the same and nothing is
+            compiled anew; ``batch.mask`` tells them apart. ``"short"``: the batch is smaller.
 
     Raises:
         TypeError: An argument is of the wrong kind.
         ValueError: No data, a batch_size below 1, an unknown mode, a negative dimension.
         NotImplementedError: A disk cache is asked for.
-
-    Items that do not fill a last batch are left out of an epoch; with ``"itemwise"`` shuffling
-    other items are left out each time.
 
     Example:
         >>> import numpy as np
@@ -89,6 +92,7 @@ class DataGroup(Sequence[D], Generic[D]):
         seed: int = 0,
         shuffle_first: bool = False,
         shuffle_later: ShuffleMode = "default",
+        remainder: RemainderMode = "drop",
     ) -> None:
         if cache_arrays is not None or cache_location is not None or cache_readonly:
             raise NotImplementedError(
@@ -99,6 +103,10 @@ class DataGroup(Sequence[D], Generic[D]):
         if shuffle_later not in _SHUFFLE_MODES:
             raise ValueError(
                 f"shuffle_later is {shuffle_later!r}; expected one of {', '.join(_SHUFFLE_MODES)}"
+            )
+        if remainder not in _REMAINDER_MODES:
+            raise ValueError(
+                f"remainder is {remainder!r}; expected one of {', '.join(_REMAINDER_MODES)}"
             )
         if loader_arrays is None:
             raise ValueError("loader_arrays is missing; name the arrays that an item is loaded to")
@@ -120,6 +128,7 @@ class DataGroup(Sequence[D], Generic[D]):
         self._shuffle_later: ShuffleMode = (
             "itemwise" if shuffle_later == "default" else shuffle_later
         )
+        self._remainder: RemainderMode = remainder
         self._layouts, self._nbytes = lay_out(self._specs, self._batch_size)
 
     @property
@@ -129,8 +138,9 @@ class DataGroup(Sequence[D], Generic[D]):
 
     @property
     def batch_count(self) -> int:
-        """Whole batches per epoch, at least 1."""
-        return len(self._data) // self._batch_size
+        """Batches per epoch, at least 1; a partial one counts unless ``remainder="drop"``."""
+        whole, rest = divmod(len(self._data), self._batch_size)
+        return whole + (rest > 0 and self._remainder != "drop")
 
     @property
     def loader_layouts(self) -> Mapping[str, ArrayLayout]:
@@ -176,6 +186,11 @@ class DataGroup(Sequence[D], Generic[D]):
     def shuffle_later(self) -> ShuffleMode:
         """What changes in later epochs, with ``"default"`` resolved."""
         return self._shuffle_later
+
+    @property
+    def remainder(self) -> RemainderMode:
+        """What becomes of the items that do not fill a last batch."""
+        return self._remainder
 
     def __len__(self) -> int:
         return len(self._data)

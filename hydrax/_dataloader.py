@@ -21,6 +21,7 @@ from hydrax._memory import available_nbytes, format_nbytes
 from hydrax._records import describe_item, read_records
 from hydrax._schedule import GroupOrder, PlannedBatch, Schedule, Validation
 from hydrax._specs import ArrayLayout, lay_out, placed_specs
+from hydrax._state import make_state, read_state, schedule_facts
 from hydrax._worker_main import ItemLoader, LoadGroup, LoadJob
 from hydrax._workers import StartMethod, WorkerPool
 from hydrax.errors import ArenaMemoryError, BatchTimeoutError, WorkerDiedError
@@ -215,6 +216,7 @@ class Dataloader(Generic[D]):
         self._pool: WorkerPool | None = None
         self._inline: ItemLoader | None = None
         self._place: Any = None
+        self._position = self._schedule.start
         self._planner: Iterator[PlannedBatch] = iter(self._schedule)
         self._next_planned: PlannedBatch | None = next(self._planner, None)
         self._pending: deque[PlannedBatch] = deque()
@@ -308,6 +310,64 @@ class Dataloader(Generic[D]):
         idle_ns, self._idle_ns = self._idle_ns, 0
         return idle_ns // 1000
 
+    def get_state(self) -> dict[str, Any]:
+        """Where the delivery of batches stands, to go on from there in this or another process.
+
+        Call it at any point of the loop: the batch that was delivered last counts as done. The
+        result is small, can be written as JSON, and fits any Dataloader over the same data with
+        the same arguments, whatever its depth, loader_count or start_method.
+
+        Raises:
+            RuntimeError: The Dataloader is not deterministic: there is no one place to go on from.
+
+        Example:
+            >>> import hydrax
+            >>> group = hydrax.DataGroup(2, range(8), loader_arrays={"x": ((), "i4", "i4")})
+            >>> def load(number, arrays, seed):
+            ...     arrays["x"][...] = number
+            >>> with hydrax.Dataloader(load, group) as dataloader:
+            ...     first = next(dataloader)
+            ...     state = dataloader.get_state()
+            >>> dataloader = hydrax.Dataloader(load, group)
+            >>> dataloader.set_state(state)
+            >>> with dataloader:
+            ...     next(dataloader).arrays["x"].tolist()
+            [2, 3]
+        """
+        if not self._deterministic:
+            raise RuntimeError("only a deterministic Dataloader has a state to go on from")
+        return make_state(self._position, self._schedule_facts())
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`get_state` was called: the batches that follow are bit-identical.
+
+        Call it before the ``with`` block or inside of it; batches that were loaded ahead are given
+        up. However far the state lies in the run, it takes as long as a fresh start. ``end_at``
+        still counts from the very beginning.
+
+        Raises:
+            StateError: The state is of other data, or of other arguments; names which.
+            RuntimeError: The block has been left, or the Dataloader is not deterministic.
+        """
+        if not self._deterministic:
+            raise RuntimeError("only a deterministic Dataloader can go on from a state")
+        if self._state == "closed":
+            raise RuntimeError("the Dataloader's with block has been left; make a new Dataloader")
+        position = read_state(state, self._schedule_facts())
+        is_entered = self._state != "new"
+        if is_entered:
+            self._stop_loading()
+        self._position = position
+        self._planner = self._schedule.batches(position)
+        self._next_planned = next(self._planner, None)
+        self._pending.clear()
+        if is_entered:
+            self._start_loading()
+
+    def _schedule_facts(self) -> dict[str, Any]:
+        """What must be the same for a state to mean the same batches."""
+        return schedule_facts(self._training, self._validation, self._schedule)
+
     def __enter__(self) -> Dataloader[D]:
         if self._state != "new":
             raise RuntimeError(
@@ -316,6 +376,17 @@ class Dataloader(Generic[D]):
             )
         self._place = self._choose_placement()
         try:
+            self._start_loading()
+            self._interrupt_handler.install()
+            _entered.add(self)
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def _start_loading(self) -> None:
+        """Make the arena and the workers, and plan the first batches."""
+        try:
             self._arena = _core.Arena(**self._arena_config)
         except MemoryError as error:
             raise ArenaMemoryError(
@@ -323,28 +394,24 @@ class Dataloader(Generic[D]):
             ) from error
         self._memory = range(self._arena.address, self._arena.address + self._arena.nbytes)
         self._state = "running"
-        try:
-            self._plan_ahead()
-            if self._loader_count == 0:
-                self._inline = ItemLoader(self._arena, self._job)
-                if self._job.startup_func is not None:
-                    self._job.startup_func()
-            else:
-                self._pool = WorkerPool(
-                    self._arena,
-                    self._loader_count,
-                    self._start_method,
-                    self._job,
-                    self._packed_job,
-                )
-                self._packed_job = None
-                self._pool.start()
-            self._interrupt_handler.install()
-            _entered.add(self)
-        except BaseException:
-            self._close()
-            raise
-        return self
+        self._plan_ahead()
+        if self._loader_count == 0:
+            if self._inline is None and self._job.startup_func is not None:
+                self._job.startup_func()
+            self._inline = ItemLoader(self._arena, self._job)
+        else:
+            self._pool = WorkerPool(
+                self._arena, self._loader_count, self._start_method, self._job, self._packed_job
+            )
+            self._pool.start()
+
+    def _stop_loading(self) -> None:
+        """End the workers. Arrays that are still held keep the arena alive."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.stop()
+        elif self._arena is not None:
+            self._arena.close()
 
     def __exit__(
         self,
@@ -361,12 +428,8 @@ class Dataloader(Generic[D]):
 
     def _close(self) -> None:
         self._state = "closed"
-        pool, self._pool = self._pool, None
         try:
-            if pool is not None:
-                pool.stop()
-            elif self._arena is not None:
-                self._arena.close()
+            self._stop_loading()
         finally:
             self._interrupt_handler.restore()
             self._inline = None
@@ -412,6 +475,7 @@ class Dataloader(Generic[D]):
             planned = next(entry for entry in pending if entry.plan.serial == lease.serial)
             pending.remove(planned)
         self._plan_ahead()
+        self._position = planned.following
         if not lease.has_records:
             return self._deliver(planned, lease, None)
         additional = read_records(
@@ -562,20 +626,24 @@ class Dataloader(Generic[D]):
         number = planned.group_number
         group = self._groups[number]
         if self._place is not None:
-            arrays = self._place(lease, self._layouts[number])
+            arrays = self._place(lease, self._layouts[number], planned.item_count)
         else:
-            arrays = self._place_by_user(number, lease, additional)
+            arrays = self._place_by_user(planned, lease, additional)
         return make_batch(group, planned, arrays, additional, self._memory)
 
     def _place_by_user(
-        self, number: int, lease: _core.Lease, additional: dict[str, list[Any]] | None
+        self, planned: PlannedBatch, lease: _core.Lease, additional: dict[str, list[Any]] | None
     ) -> dict[str, jax.Array]:
-        from hydrax._placement import slot_views
+        from hydrax._placement import slot_view
 
         assert self._placement_func is not None
-        group = self._groups[number]
+        group = self._groups[planned.group_number]
+        layouts = self._layouts[planned.group_number]
+        views = {
+            name: slot_view(lease, layout, planned.item_count) for name, layout in layouts.items()
+        }
         placed = self._placement_func(
-            MappingProxyType(slot_views(lease, self._layouts[number])),
+            MappingProxyType(views),
             group.loader_layouts,
             MappingProxyType(additional or {}),
             group,
@@ -619,4 +687,5 @@ def _group_order(group: DataGroup[Any], index: int) -> GroupOrder:
         _core.mix(group.seed, index),
         group.shuffle_first,
         group.shuffle_later,
+        group.remainder,
     )

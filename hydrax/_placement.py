@@ -16,7 +16,7 @@ import numpy as np
 from hydrax import _core
 from hydrax._specs import ArrayLayout, dlpack_code
 
-__all__ = ["Placement", "canonical_dtypes", "slot_views"]
+__all__ = ["Placement", "canonical_dtypes", "slot_view"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +30,13 @@ def canonical_dtypes() -> Mapping[np.dtype[Any], np.dtype[Any]]:
     return {np.dtype(name): np.dtype(jax.dtypes.canonicalize_dtype(name)) for name in _WIDE_DTYPES}
 
 
-def slot_views(
-    lease: _core.Lease, layouts: Mapping[str, ArrayLayout]
-) -> dict[str, np.ndarray[Any, Any]]:
-    """NumPy arrays over a leased slot; each holds the lease as long as it or a view of it lives."""
-    return {
-        name: np.ndarray(layout.shape, layout.dtype, memoryview(lease), offset=layout.offset)
-        for name, layout in layouts.items()
-    }
+def slot_view(lease: _core.Lease, layout: ArrayLayout, item_count: int) -> np.ndarray[Any, Any]:
+    """NumPy array over the first items of a leased slot.
+
+    It holds the lease as long as it or a view of it lives.
+    """
+    shape = (item_count, *layout.shape[1:])
+    return np.ndarray(shape, layout.dtype, memoryview(lease), offset=layout.offset)
 
 
 class Placement:
@@ -53,20 +52,22 @@ class Placement:
         if self._device.platform == "cpu":
             self._import = _choose_importer(self._device)
 
-    def place(self, lease: _core.Lease, layouts: Mapping[str, ArrayLayout]) -> dict[str, jax.Array]:
-        """The arrays of a batch, in the layouts' order."""
+    def place(
+        self, lease: _core.Lease, layouts: Mapping[str, ArrayLayout], item_count: int
+    ) -> dict[str, jax.Array]:
+        """The first item_count items of a batch's arrays, in the layouts' order."""
         arrays = {}
-        for name, (shape, dtype, _, offset, _) in layouts.items():
+        for name, layout in layouts.items():
+            shape, dtype, _, offset, _ = layout
             code = dlpack_code(dtype)
             if code is None:
                 # XLA packs these. It gets a copy of its own, as it would hold the slot for long.
-                view = np.ndarray(shape, dtype, memoryview(lease), offset=offset)
-                arrays[name] = jax.device_put(view.copy())
+                arrays[name] = jax.device_put(slot_view(lease, layout, item_count).copy())
             elif self._import is None:
-                arrays[name] = jax.device_put(
-                    np.ndarray(shape, dtype, memoryview(lease), offset=offset)
-                )
+                arrays[name] = jax.device_put(slot_view(lease, layout, item_count))
             else:
+                if shape[0] != item_count:
+                    shape = (item_count, *shape[1:])
                 arrays[name] = self._import(lease, offset, shape, code, dtype.itemsize * 8)
         return arrays
 

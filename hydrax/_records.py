@@ -50,7 +50,7 @@ def read_records(
             failure = describe_failure(error, "", "reading the result of")
             return _loader_error(planned, group, first, failure, error, is_batched=is_batched)
         for key, values in results.items():
-            whole = additional.setdefault(key, [None] * group.batch_size)
+            whole = additional.setdefault(key, [None] * planned.item_count)
             whole[first : first + len(values)] = values
     return additional
 

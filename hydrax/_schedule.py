@@ -8,15 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hydrax import _core
 
-__all__ = ["GroupOrder", "PlannedBatch", "Schedule", "Validation"]
+__all__ = ["GroupOrder", "PlannedBatch", "Position", "Schedule", "Validation"]
 
 # Arguments that set apart what is derived from one group seed.
 _TAG_ORDER, _TAG_BATCHES, _TAG_SEEDS, _TAG_BATCH_SEED, _TAG_VALIDATION = range(1, 6)
 _SEED_COUNT = 2**31
+
+
+class Position(NamedTuple):
+    """A place between two batches of the schedule.
+
+    Attributes:
+        training: Training batches before it.
+        validation: Batches before it of the validation run that follows those; None behind the
+            run, or where none follows.
+    """
+
+    training: int
+    validation: int | None = None
 
 
 class PlannedBatch(NamedTuple):
@@ -31,6 +44,9 @@ class PlannedBatch(NamedTuple):
         epoch_batch: Position within the epoch or validation run.
         batch_num: Position among all training, or all validation batches.
         seed: Of the batch as a whole; 0 for validation.
+        item_count: Items of the batch: the batch size, or less for a short last batch.
+        valid_count: Items before they repeat, to fill up a padded last batch.
+        following: Where the schedule goes on after this batch.
     """
 
     plan: _core.Plan
@@ -41,6 +57,9 @@ class PlannedBatch(NamedTuple):
     epoch_batch: int
     batch_num: int
     seed: int
+    item_count: int
+    valid_count: int
+    following: Position
 
 
 @dataclass(frozen=True)
@@ -54,6 +73,7 @@ class GroupOrder:
             equal seeds still load with different ones.
         shuffle_first: Whether epoch 0 is shuffled.
         shuffle_later: ``"repeat"``, ``"reseed"``, ``"itemwise"`` or ``"batchwise"``.
+        remainder: ``"drop"``, ``"pad"`` or ``"short"``: what becomes of a last, partial batch.
     """
 
     item_count: int
@@ -61,11 +81,18 @@ class GroupOrder:
     key: int
     shuffle_first: bool
     shuffle_later: str
+    remainder: str = "drop"
 
     @property
     def batch_count(self) -> int:
-        """Whole batches per epoch."""
-        return self.item_count // self.batch_size
+        """Batches per epoch."""
+        whole, rest = divmod(self.item_count, self.batch_size)
+        return whole + (rest > 0 and self.remainder != "drop")
+
+    def sizes_of(self, batch: int) -> tuple[int, int]:
+        """Items, and items that do not repeat, of a batch of the order."""
+        valid_count = min(self.batch_size, self.item_count - batch * self.batch_size)
+        return (valid_count if self.remainder == "short" else self.batch_size), valid_count
 
     def order_of(self, epoch: int) -> tuple[int, int]:
         """Key and count of the permutation of an epoch's items; count 0 is the data's order."""
@@ -137,15 +164,33 @@ class Schedule:
             sum(group.batch_count for group in validation.groups) if validation else 0
         )
         self.first_batch = start_at[0] * self.batches_per_epoch + start_at[1]
+        self.start = Position(self.first_batch)
         self.last_batch: int | None = None
         if end_at is not None:
             mode, count = end_at
             self.last_batch = count * (self.batches_per_epoch if mode == "epoch" else 1)
 
+    def facts(self) -> dict[str, Any]:
+        """What decides the order of the groups, as JSON values under names for messages."""
+        validation = self._validation
+        return {
+            "interleave_groups": self._interleave_groups,
+            "validation mode": validation.mode if validation else None,
+            "validation interval": validation.interval if validation else None,
+        }
+
     def __iter__(self) -> Iterator[PlannedBatch]:
+        return self.batches(self.start)
+
+    def batches(self, start: Position) -> Iterator[PlannedBatch]:
+        """All batches from a position on, in order of delivery."""
         serial = 0
-        epoch, epoch_batch = divmod(self.first_batch, self.batches_per_epoch)
-        batch_num = self.first_batch
+        batch_num = start.training
+        epoch, epoch_batch = divmod(batch_num, self.batches_per_epoch)
+        run = self._validation_run_after(batch_num)
+        if run is not None and start.validation is not None:
+            yield from self._validation_batches(serial, run, batch_num, start.validation)
+            serial += self.batches_per_validation - start.validation
         while True:
             for group_index, position in self._epoch_groups(epoch_batch):
                 if self.last_batch is not None and batch_num >= self.last_batch:
@@ -158,7 +203,7 @@ class Schedule:
                 epoch_batch += 1
                 run = self._validation_run_after(batch_num)
                 if run is not None:
-                    yield from self._validation_batches(serial, run)
+                    yield from self._validation_batches(serial, run, batch_num, 0)
                     serial += self.batches_per_validation
             epoch += 1
             epoch_batch = 0
@@ -201,6 +246,7 @@ class Schedule:
         group = self._training[group_index]
         batch = group.batch_at(epoch, position)
         order_key, order_count = group.order_of(epoch)
+        item_count, valid_count = group.sizes_of(batch)
         plan = _core.Plan(
             serial=serial,
             epoch=epoch,
@@ -210,7 +256,8 @@ class Schedule:
             seed_key=group.seed_key(),
             seed_start=group.seed_start(epoch),
             group=group_index,
-            item_count=group.batch_size,
+            item_count=item_count,
+            valid_count=valid_count,
             kind=_core.TRAINING,
         )
         return PlannedBatch(
@@ -222,11 +269,22 @@ class Schedule:
             epoch_batch,
             batch_num,
             group.batch_seed(epoch, batch),
+            item_count,
+            valid_count,
+            self._position_after(batch_num + 1, 0),
+        )
+
+    def _position_after(self, training: int, validation: int) -> Position:
+        """The position with so many batches of the validation run after it, if one follows."""
+        is_due = self._validation_run_after(training) is not None
+        return Position(
+            training,
+            validation if is_due and validation < self.batches_per_validation else None,
         )
 
     def _validation_run_after(self, batch_num: int) -> int | None:
         """Number of the validation run that follows training batch batch_num - 1, if one does."""
-        if self._validation is None:
+        if self._validation is None or batch_num == 0:
             return None
         interval = self._validation.interval
         if self._validation.mode == "epoch":
@@ -234,16 +292,21 @@ class Schedule:
         run, rest = divmod(batch_num, interval)
         return run - 1 if rest == 0 else None
 
-    def _validation_batches(self, serial: int, run: int) -> Iterator[PlannedBatch]:
+    def _validation_batches(
+        self, serial: int, run: int, training: int, start: int
+    ) -> Iterator[PlannedBatch]:
+        """Batches of a validation run, which follows so many training batches, from start on."""
         assert self._validation is not None
-        epoch_batch = 0
+        before = 0  # batches of the groups before this one
         for group_index, group in enumerate(self._validation.groups):
             # The same items in the same order each time; what a loader draws from the global
             # generators is the same each time, too.
             order_key, order_count = group.order_of(0)
-            for batch in range(group.batch_count):
+            for batch in range(max(start - before, 0), group.batch_count):
+                epoch_batch = before + batch
+                item_count, valid_count = group.sizes_of(batch)
                 plan = _core.Plan(
-                    serial=serial + epoch_batch,
+                    serial=serial + epoch_batch - start,
                     epoch=run,
                     first_position=batch * group.batch_size,
                     order_key=order_key,
@@ -251,7 +314,8 @@ class Schedule:
                     seed_key=_core.mix(group.key, _TAG_VALIDATION),
                     seed_start=0,
                     group=len(self._training) + group_index,
-                    item_count=group.batch_size,
+                    item_count=item_count,
+                    valid_count=valid_count,
                     kind=_core.VALIDATION,
                 )
                 yield PlannedBatch(
@@ -263,5 +327,8 @@ class Schedule:
                     epoch_batch,
                     run * self.batches_per_validation + epoch_batch,
                     0,
+                    item_count,
+                    valid_count,
+                    self._position_after(training, epoch_batch + 1),
                 )
-                epoch_batch += 1
+            before += group.batch_count

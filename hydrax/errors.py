@@ -14,6 +14,7 @@ __all__ = [
     "HydraxError",
     "ImageError",
     "LoaderError",
+    "StateError",
     "UnwrittenArrayError",
     "ValueRangeError",
     "WorkerDiedError",
@@ -109,6 +110,10 @@ class ValueRangeError(HydraxError, ValueError):
     def __init__(self, message: str, *, item: int | None = None) -> None:
         super().__init__(message)
         self.item = item
+
+
+class StateError(HydraxError, ValueError):
+    """A state does not fit the Dataloader that it is given to; the message names what differs."""
 
 
 class UnwrittenArrayError(HydraxError, ValueError):

@@ -36,6 +36,7 @@ def make_plan(serial=0, items=4, **changes):
         "seed_start": 0,
         "group": 0,
         "item_count": items,
+        "valid_count": items,
         "kind": _core.TRAINING,
     }
     return _core.Plan(**(fields | changes))

@@ -152,6 +152,7 @@ static struct hx_plan plan_for(uint64_t serial, uint64_t seed)
     memset(&plan, 0, sizeof plan);
     plan.serial = serial;
     plan.item_count = 1 + (uint32_t)(hx_mix(seed, serial) % MAX_ITEMS);
+    plan.valid_count = plan.item_count;
     plan.order_key = seed;
     plan.order_count = 1000;
     plan.first_position = serial % 900;
