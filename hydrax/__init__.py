@@ -2,7 +2,7 @@
 
 A :class:`Dataloader` forks loader processes that run your loader function straight into shared
 memory; the training loop gets :class:`TrainingBatch` and :class:`ValidationBatch` objects whose
-``jax.Array``s are that memory.
+``jax.Array`` objects are that memory.
 
 Importing this package does not import JAX, so that loader processes stay free of it.
 """

@@ -75,7 +75,7 @@ def _failure(
     else:
         failure = LoadFailure(
             kind="an exception",
-            message="there was no room to describe it",
+            message="it could not be described: no memory, or the loader closed Hydrax's files",
             traceback_text="",
             exception=None,
             arrays="",

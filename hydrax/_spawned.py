@@ -19,7 +19,14 @@ import warnings
 from typing import Any, NoReturn
 
 from hydrax import _context, _core
-from hydrax._worker_main import LoadFailure, LoadJob, describe_failure, leave, run_worker
+from hydrax._worker_main import (
+    LoadFailure,
+    LoadJob,
+    describe_failure,
+    leave,
+    run_worker,
+    signals_held,
+)
 from hydrax.errors import WorkerStartError
 
 __all__ = ["pack_job", "serve", "start"]
@@ -36,7 +43,9 @@ def pack_job(job: LoadJob) -> bytes:
         TypeError: Something cannot be pickled or found again by a fresh process; names it.
     """
     main = sys.modules.get("__main__")
-    is_importable = getattr(main, "__spec__", None) is not None or hasattr(main, "__file__")
+    is_importable = getattr(main, "__spec__", None) is not None or os.path.exists(
+        getattr(main, "__file__", "")
+    )
     parts: dict[str, Any] = {"loader_func": job.loader_func, "startup_func": job.startup_func}
     parts.update({f"the data of group {i}": group.data for i, group in enumerate(job.groups)})
     for name, part in parts.items():
@@ -66,11 +75,13 @@ def start() -> tuple[subprocess.Popen[bytes], socket.socket]:
     here, there = socket.socketpair()
     with there:
         code = f"import sys; sys.path[:] = {sys.path!r}; from hydrax import _spawned; "
-        process = subprocess.Popen(
-            [sys.executable, "-c", code + f"_spawned.enter({there.fileno()})"],
-            pass_fds=[there.fileno()],
-            stdin=subprocess.DEVNULL,
-        )
+        # Signals wait until the process is ready for them; exec keeps the mask.
+        with signals_held():
+            process = subprocess.Popen(
+                [sys.executable, "-c", code + f"_spawned.enter({there.fileno()})"],
+                pass_fds=[there.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
     return process, here
 
 

@@ -15,7 +15,7 @@ import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, cast
@@ -28,7 +28,7 @@ from hydrax._random import ItemRandom
 from hydrax._specs import ArrayLayout
 from hydrax.errors import HydraxError, ValueRangeError
 
-__all__ = ["ItemLoader", "LoadFailure", "LoadGroup", "LoadJob", "run_worker"]
+__all__ = ["ItemLoader", "LoadFailure", "LoadGroup", "LoadJob", "run_worker", "signals_held"]
 
 # Item views are made once and kept, up to so many arrays; beyond that they are made as needed,
 # so that a worker's own memory stays small.
@@ -450,13 +450,36 @@ def _refuse_breakpoint(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
+def _take_no_notice(signum: int, frame: Any) -> None:
+    pass
+
+
+def _restore_signals() -> None:
+    """In a process that the loader function forks: signals mean again what they always do."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Hold back all signals, so that a fresh process is not hit before it is ready for them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _settle_in(job: LoadJob, index: int) -> None:
     """Make this process a good worker: quiet, guarded, and out of the way of the others."""
     # Ctrl+C and kill go to the whole process group; it is for the main process to act on them.
-    # When that ends, the guard ends this process, whatever it is doing.
+    # When that ends, the guard ends this process, whatever it is doing. A handler that does
+    # nothing, unlike SIG_IGN, is not passed on to programs that the loader function starts.
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, _take_no_notice)
+    signal.signal(signal.SIGTERM, _take_no_notice)
+    os.register_at_fork(after_in_child=_restore_signals)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     sys.stdin = open(os.devnull)  # noqa: SIM115 - for the life of the process
     sys.breakpointhook = _refuse_breakpoint
     for stream in (sys.stdout, sys.stderr):

@@ -9,12 +9,12 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 from hydrax import _core, _spawned
-from hydrax._worker_main import LoadJob, leave, run_worker
+from hydrax._worker_main import LoadJob, leave, run_worker, signals_held
 from hydrax.errors import WorkerDiedError
 
 __all__ = ["StartMethod", "WorkerPool"]
@@ -99,7 +99,7 @@ class WorkerPool:
     def _fork(self, index: int, trainer_fd: int) -> int:
         # The warnings say that a forked child must not use JAX or other threads' locks. A worker
         # does not, and the user did not write the call that they are about.
-        with _signals_held(), warnings.catch_warnings():
+        with signals_held(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             pid = os.fork()
             if pid == 0:
@@ -109,8 +109,6 @@ class WorkerPool:
     def _be_worker(self, index: int, trainer_fd: int) -> NoReturn:
         status = 1
         try:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # before signals are let through again
-            signal.pthread_sigmask(signal.SIG_SETMASK, ())
             run_worker(self._arena, self._job, index, trainer_fd)
             status = 0
         except BaseException:
@@ -206,16 +204,6 @@ def _wait_for_all(running: set[int]) -> None:
         for fd, _ in poll.poll(left * 1000):
             poll.unregister(fd)
             running.discard(fd)
-
-
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """Hold back all signals, so that a fresh child is not hit before it is ready for them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _describe_exit(exitcode: int | None) -> str:
