@@ -306,7 +306,11 @@ class Dataloader(Generic[D]):
             self._arena.kick()
 
     def idle_usec(self) -> int:
-        """Microseconds that ``next`` has waited for batches since the last call of this."""
+        """Microseconds that ``next`` has waited since the last call of this.
+
+        That is for batches to be loaded, but also for slots, while all are held by batches that
+        are kept or by computations that JAX has not finished.
+        """
         idle_ns, self._idle_ns = self._idle_ns, 0
         return idle_ns // 1000
 
@@ -439,6 +443,7 @@ class Dataloader(Generic[D]):
         """In a process that the user forked: workers and arena are the parent's business."""
         self._state = "closed"
         self._pool = None
+        self._arena = None
         self._inline = None
         self._interrupt_handler.restore()
 
@@ -446,7 +451,7 @@ class Dataloader(Generic[D]):
         if self._placement_func is None:
             from hydrax._placement import Placement
 
-            return Placement().place
+            return Placement(self._layouts).place
         return None
 
     def __iter__(self) -> Iterator[Batch[D]]:
@@ -626,7 +631,7 @@ class Dataloader(Generic[D]):
         number = planned.group_number
         group = self._groups[number]
         if self._place is not None:
-            arrays = self._place(lease, self._layouts[number], planned.item_count)
+            arrays = self._place(lease, number, planned.item_count)
         else:
             arrays = self._place_by_user(planned, lease, additional)
         return make_batch(group, planned, arrays, additional, self._memory)

@@ -7,8 +7,8 @@ as the last of them dies. Elsewhere JAX copies from the slot, and holds it until
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -39,36 +39,50 @@ def slot_view(lease: _core.Lease, layout: ArrayLayout, item_count: int) -> np.nd
     return np.ndarray(shape, layout.dtype, memoryview(lease), offset=layout.offset)
 
 
+class _Array(NamedTuple):
+    """What is known of one array before a batch comes."""
+
+    name: str
+    layout: ArrayLayout
+    code: int | None  # DLPack type code; None where XLA cannot take it so
+    bits: int
+
+
 class Placement:
     """Makes the jax.Arrays of a batch.
 
     Arrays are placed uncommitted on JAX's default device, as ``jnp.asarray`` does, so that a jitted
     function with sharded parameters takes them too.
+
+    Args:
+        groups: For each group the layouts of its arrays in a slot.
     """
 
-    def __init__(self) -> None:
-        self._device = _default_device()
-        self._import: Importer | None = None
-        if self._device.platform == "cpu":
-            self._import = _choose_importer(self._device)
+    def __init__(self, groups: Iterable[Mapping[str, ArrayLayout]]) -> None:
+        self._groups = [
+            [
+                _Array(name, layout, dlpack_code(layout.dtype), layout.dtype.itemsize * 8)
+                for name, layout in layouts.items()
+            ]
+            for layouts in groups
+        ]
+        device = _default_device()
+        self._import = _choose_importer(device) if device.platform == "cpu" else None
 
-    def place(
-        self, lease: _core.Lease, layouts: Mapping[str, ArrayLayout], item_count: int
-    ) -> dict[str, jax.Array]:
+    def place(self, lease: _core.Lease, group: int, item_count: int) -> dict[str, jax.Array]:
         """The first item_count items of a batch's arrays, in the layouts' order."""
         arrays = {}
-        for name, layout in layouts.items():
-            shape, dtype, _, offset, _ = layout
-            code = dlpack_code(dtype)
+        for name, layout, code, bits in self._groups[group]:
             if code is None:
                 # XLA packs these. It gets a copy of its own, as it would hold the slot for long.
                 arrays[name] = jax.device_put(slot_view(lease, layout, item_count).copy())
             elif self._import is None:
                 arrays[name] = jax.device_put(slot_view(lease, layout, item_count))
             else:
+                shape = layout.shape
                 if shape[0] != item_count:
                     shape = (item_count, *shape[1:])
-                arrays[name] = self._import(lease, offset, shape, code, dtype.itemsize * 8)
+                arrays[name] = self._import(lease, layout.offset, shape, code, bits)
         return arrays
 
 

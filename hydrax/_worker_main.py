@@ -150,7 +150,7 @@ class ItemLoader:
         self._arena = arena
         self._job = job
         self._slots: dict[tuple[int, int], Arrays] = {}
-        self._views: dict[tuple[int, int], list[Arrays | None]] = {}
+        self._views: dict[tuple[int, int], list[Arrays]] = {}
         self._kept = 0
         self._scratch: dict[int, Arrays] = {}
         self._random = ItemRandom()
@@ -308,17 +308,12 @@ class ItemLoader:
         kept = self._views.get(key)
         if kept is None:
             batch_size = len(next(iter(slot.values())))
-            self._kept += batch_size * len(slot)
-            if self._kept > _KEPT_VIEWS:
-                self._kept -= batch_size * len(slot)
+            if self._kept + batch_size * len(slot) > _KEPT_VIEWS:
                 parts = {name: whole[run.first : stop] for name, whole in slot.items()}
                 return _split(parts, run.count)
-            kept = self._views[key] = [None] * batch_size
-        views = kept[run.first : stop]
-        if None in views:
-            parts = {name: whole[run.first : stop] for name, whole in slot.items()}
-            views = kept[run.first : stop] = [*_split(parts, run.count)]
-        return cast(list[Arrays], views)
+            self._kept += batch_size * len(slot)
+            kept = self._views[key] = _split(slot, batch_size)
+        return kept[run.first : stop]
 
     def _scratch_of(self, group_number: int, group: LoadGroup) -> Arrays:
         """Arrays of the loader's dtypes, for some items at a time."""

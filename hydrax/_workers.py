@@ -83,7 +83,12 @@ class WorkerPool:
             raise
 
     def _add(self, pid: int, reap: Callable[[], int | None]) -> None:
-        worker = _Worker(pid, os.pidfd_open(pid), reap)
+        try:
+            worker = _Worker(pid, os.pidfd_open(pid), reap)
+        except OSError:  # too many open files
+            os.kill(pid, signal.SIGKILL)
+            reap()
+            raise
         self._arena.watch(len(self._workers), worker.pidfd)
         self._workers.append(worker)
 

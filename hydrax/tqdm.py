@@ -205,7 +205,7 @@ class ProgressMonitor(Generic[D]):
         if isinstance(batch, ValidationBatch):
             self._begin_validation(batch.validation_epoch, batch.validation_epoch_batch)
         elif isinstance(batch, TrainingBatch):
-            self._close_validation_bar()
+            self._finish_validation()
             self._skip(self._training_bar, batch.batch_num - self._next_training)
             self._next_training = batch.batch_num + 1
         else:
@@ -243,13 +243,20 @@ class ProgressMonitor(Generic[D]):
 
     def _begin_validation(self, run: int, position: int) -> None:
         if run != self._validation_epoch:
-            self._close_validation_bar()
+            self._finish_validation()
             self._validation_epoch = run
             self._next_validation = 0
         if self._validation_bar is None:
             self._validation_bar = _bar_class(**self._validation_options)
         self._skip(self._validation_bar, position - self._next_validation)
         self._next_validation = position + 1
+
+    def _finish_validation(self) -> None:
+        """Close the bar of a run that is over, after counting the batches that it never showed."""
+        if self._validation_bar is not None:
+            missing = self._dataloader.batches_per_validation - self._next_validation
+            self._skip(self._validation_bar, missing)
+            self._close_validation_bar()
 
     def _close_validation_bar(self) -> None:
         if self._validation_bar is not None:

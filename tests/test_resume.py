@@ -247,8 +247,8 @@ from hydrax import DataGroup, Dataloader
 def load(number, arrays, seed):
     arrays["x"][...] = number
 def make_loader():
-    group = DataGroup(2, range(50), loader_arrays={"x": ((), np.int32, np.int32)}, shuffle_first=True)
-    return Dataloader(load, group)
+    arrays = {"x": ((), np.int32, np.int32)}
+    return Dataloader(load, DataGroup(2, range(50), loader_arrays=arrays, shuffle_first=True))
 """
     (tmp_path / "tests_resume_helper.py").write_text(helper)
     (tmp_path / "main.py").write_text(script)
