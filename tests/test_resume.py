@@ -222,7 +222,6 @@ def test_going_on_at_batch_a_thousand_million_is_planned_at_once():
 
 
 def test_a_state_goes_through_orbax(tmp_path):
-    pytest.importorskip("orbax.checkpoint")
     script = """
 import sys, orbax.checkpoint as ocp
 from tests_resume_helper import make_loader
