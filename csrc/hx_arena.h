@@ -1,9 +1,7 @@
-/* One memfd mapping that a trainer and its workers share: create, attach, lock,
- * close, unmap.
+/* One memfd mapping that a trainer and its workers share: create, attach, lock, close, unmap.
  *
- * The struct hx_arena is private to a process; a forked child inherits a copy.
- * It is counted: the mapping lives until the last lease, export or owner in
- * this process has gone.
+ * The struct hx_arena is private to a process; a forked child inherits a copy. It is counted:
+ * the mapping lives until the last lease, export or owner in this process has gone.
  */
 #ifndef HX_ARENA_H
 #define HX_ARENA_H
@@ -16,56 +14,50 @@
 #include "hx_layout.h"
 #include "hx_status.h"
 
-/* Bytes of the results file that belong to one slot; sparse, so only what is
- * written counts. */
+/* Bytes of the results file that belong to one slot; sparse, so only what is written counts. */
 #define HX_RESULTS_SEGMENT (UINT64_C(1) << 40)
 
 /* What an arena is made for; see struct hx_header for the fields. */
 struct hx_arena_config {
-  uint32_t slot_count;
-  uint32_t worker_count;
-  uint32_t group_count;
-  uint32_t batch_capacity;
-  uint32_t is_batched;
-  uint64_t slot_nbytes; /* rounded up to whole pages */
+    uint32_t slot_count;
+    uint32_t worker_count;
+    uint32_t group_count;
+    uint32_t batch_capacity;
+    uint32_t is_batched;
+    uint64_t slot_nbytes; /* rounded up to whole pages */
 };
 
 struct hx_arena {
-  struct hx_header *header; /* start of the mapping */
-  struct hx_group *groups;
-  struct hx_plan *plans;
-  struct hx_worker *workers;
-  struct hx_slot *slots;
-  struct hx_record *records; /* batch_capacity for each slot */
-  uint8_t *data;             /* slot i starts at i * slot_nbytes */
-  uint64_t nbytes;           /* of the mapping */
-  _Atomic uint32_t
-      *lease_counts; /* per slot: references held in this process */
-  _Atomic uint32_t reference_count;
-  _Atomic uint32_t
-      is_kicked;   /* hx_arena_kick() was called and not yet answered */
-  pid_t owner_pid; /* the process that made this struct; leases belong to it */
-  int memory_fd;
-  int results_fd;
-  int work_fd;     /* semaphore eventfd: workers wait on it */
-  int ready_fd;    /* eventfd: the trainer waits on it */
-  int *worker_fds; /* pidfd of each worker, or -1; borrowed from Python, which
-                      closes them */
+    struct hx_header *header; /* start of the mapping */
+    struct hx_group *groups;
+    struct hx_plan *plans;
+    struct hx_worker *workers;
+    struct hx_slot *slots;
+    struct hx_record *records;      /* batch_capacity for each slot */
+    uint8_t *data;                  /* slot i starts at i * slot_nbytes */
+    uint64_t nbytes;                /* of the mapping */
+    _Atomic uint32_t *lease_counts; /* per slot: references held in this process */
+    _Atomic uint32_t reference_count;
+    _Atomic uint32_t is_kicked; /* hx_arena_kick() was called and not yet answered */
+    pid_t owner_pid;            /* the process that made this struct; leases belong to it */
+    int memory_fd;
+    int results_fd;
+    int work_fd;     /* semaphore eventfd: workers wait on it */
+    int ready_fd;    /* eventfd: the trainer waits on it */
+    int *worker_fds; /* pidfd of each worker, or -1; borrowed from Python, which closes them */
 };
 
 /* Bytes of the whole arena, results excluded. Pure. */
 uint64_t hx_arena_nbytes(const struct hx_arena_config *config);
 
-/* Make an arena. *out is a new reference that the caller ends with
- * hx_arena_release(). Returns HX_OK, HX_NO_MEMORY, HX_SYSTEM; *out is untouched
- * on failure. */
-enum hx_status hx_arena_create(const struct hx_arena_config *config,
-                               struct hx_arena **out);
+/* Make an arena. *out is a new reference that the caller ends with hx_arena_release().
+ * Returns HX_OK, HX_NO_MEMORY, HX_SYSTEM; *out is untouched on failure. */
+enum hx_status hx_arena_create(const struct hx_arena_config *config, struct hx_arena **out);
 
-/* Map an arena that another process made. Takes the four descriptors, on
- * failure too. Returns HX_OK, HX_BAD_ARENA, HX_NO_MEMORY, HX_SYSTEM. */
-enum hx_status hx_arena_attach(int memory_fd, int results_fd, int work_fd,
-                               int ready_fd, struct hx_arena **out);
+/* Map an arena that another process made. Takes the four descriptors, on failure too.
+ * Returns HX_OK, HX_BAD_ARENA, HX_NO_MEMORY, HX_SYSTEM. */
+enum hx_status hx_arena_attach(int memory_fd, int results_fd, int work_fd, int ready_fd,
+                               struct hx_arena **out);
 
 /* Add a reference. Any thread, no GIL. */
 void hx_arena_retain(struct hx_arena *arena);
@@ -73,21 +65,19 @@ void hx_arena_retain(struct hx_arena *arena);
 /* Give a reference back; the last one unmaps and closes. Any thread, no GIL. */
 void hx_arena_release(struct hx_arena *arena);
 
-/* Tell workers and trainer that it is over: every wait in every process ends
- * with HX_CLOSED. May be called more than once. Arrays stay valid. */
+/* Tell workers and trainer that it is over: every wait in every process ends with HX_CLOSED.
+ * May be called more than once. Arrays stay valid. */
 void hx_arena_close(struct hx_arena *arena);
 
-/* End the trainer's current or next wait with HX_INTERRUPTED. Any thread, no
- * GIL. */
+/* End the trainer's current or next wait with HX_INTERRUPTED. Any thread, no GIL. */
 void hx_arena_kick(struct hx_arena *arena);
 
-/* Take and give back the mutex that guards scheduling. A holder that died is
- * survived: the mutex is made consistent again. */
+/* Take and give back the mutex that guards scheduling. A holder that died is survived: the
+ * mutex is made consistent again. */
 void hx_arena_lock(struct hx_arena *arena);
 void hx_arena_unlock(struct hx_arena *arena);
 
-/* Wake one idle worker, if there is one; call it after making work available.
- */
+/* Wake one idle worker, if there is one; call it after making work available. */
 void hx_arena_wake_worker(struct hx_arena *arena);
 
 /* Wake the trainer if it waits. */

@@ -1,9 +1,8 @@
 /* C11 atomics with the memory order as part of each name.
  *
- * Words that several processes share are touched only through these. There are
- * no free-standing fences: ThreadSanitizer does not model them, so where two
- * words must be seen in one order (announce, then look again), both sides use
- * the seq_cst operations.
+ * Words that several processes share are touched only through these. There are no free-standing
+ * fences: ThreadSanitizer does not model them, so where two words must be seen in one order
+ * (announce, then look again), both sides use the seq_cst operations.
  */
 #ifndef HX_ATOMIC_H
 #define HX_ATOMIC_H
@@ -11,75 +10,80 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
-static inline uint32_t hx_load_relaxed_u32(const _Atomic uint32_t *word) {
-  return atomic_load_explicit(word, memory_order_relaxed);
+static inline uint32_t hx_load_relaxed_u32(const _Atomic uint32_t *word)
+{
+    return atomic_load_explicit(word, memory_order_relaxed);
 }
 
-static inline uint32_t hx_load_acquire_u32(const _Atomic uint32_t *word) {
-  return atomic_load_explicit(word, memory_order_acquire);
+static inline uint32_t hx_load_acquire_u32(const _Atomic uint32_t *word)
+{
+    return atomic_load_explicit(word, memory_order_acquire);
 }
 
-static inline uint32_t hx_load_seq_cst_u32(const _Atomic uint32_t *word) {
-  return atomic_load_explicit(word, memory_order_seq_cst);
+static inline uint32_t hx_load_seq_cst_u32(const _Atomic uint32_t *word)
+{
+    return atomic_load_explicit(word, memory_order_seq_cst);
 }
 
-static inline void hx_store_relaxed_u32(_Atomic uint32_t *word,
-                                        uint32_t value) {
-  atomic_store_explicit(word, value, memory_order_relaxed);
+static inline void hx_store_relaxed_u32(_Atomic uint32_t *word, uint32_t value)
+{
+    atomic_store_explicit(word, value, memory_order_relaxed);
 }
 
-static inline void hx_store_release_u32(_Atomic uint32_t *word,
-                                        uint32_t value) {
-  atomic_store_explicit(word, value, memory_order_release);
+static inline void hx_store_release_u32(_Atomic uint32_t *word, uint32_t value)
+{
+    atomic_store_explicit(word, value, memory_order_release);
 }
 
-static inline void hx_store_seq_cst_u32(_Atomic uint32_t *word,
-                                        uint32_t value) {
-  atomic_store_explicit(word, value, memory_order_seq_cst);
+static inline void hx_store_seq_cst_u32(_Atomic uint32_t *word, uint32_t value)
+{
+    atomic_store_explicit(word, value, memory_order_seq_cst);
 }
 
 /* Both return the value from before the operation. */
-static inline uint32_t hx_add_relaxed_u32(_Atomic uint32_t *word,
-                                          uint32_t value) {
-  return atomic_fetch_add_explicit(word, value, memory_order_relaxed);
+static inline uint32_t hx_add_relaxed_u32(_Atomic uint32_t *word, uint32_t value)
+{
+    return atomic_fetch_add_explicit(word, value, memory_order_relaxed);
 }
 
-static inline uint32_t hx_sub_acq_rel_u32(_Atomic uint32_t *word,
-                                          uint32_t value) {
-  return atomic_fetch_sub_explicit(word, value, memory_order_acq_rel);
+static inline uint32_t hx_sub_acq_rel_u32(_Atomic uint32_t *word, uint32_t value)
+{
+    return atomic_fetch_sub_explicit(word, value, memory_order_acq_rel);
 }
 
-static inline uint32_t hx_add_seq_cst_u32(_Atomic uint32_t *word,
-                                          uint32_t value) {
-  return atomic_fetch_add_explicit(word, value, memory_order_seq_cst);
+static inline uint32_t hx_add_seq_cst_u32(_Atomic uint32_t *word, uint32_t value)
+{
+    return atomic_fetch_add_explicit(word, value, memory_order_seq_cst);
 }
 
-static inline uint32_t hx_sub_seq_cst_u32(_Atomic uint32_t *word,
-                                          uint32_t value) {
-  return atomic_fetch_sub_explicit(word, value, memory_order_seq_cst);
+static inline uint32_t hx_sub_seq_cst_u32(_Atomic uint32_t *word, uint32_t value)
+{
+    return atomic_fetch_sub_explicit(word, value, memory_order_seq_cst);
 }
 
-static inline uint64_t hx_load_relaxed_u64(const _Atomic uint64_t *word) {
-  return atomic_load_explicit(word, memory_order_relaxed);
+static inline uint64_t hx_load_relaxed_u64(const _Atomic uint64_t *word)
+{
+    return atomic_load_explicit(word, memory_order_relaxed);
 }
 
-static inline uint64_t hx_load_seq_cst_u64(const _Atomic uint64_t *word) {
-  return atomic_load_explicit(word, memory_order_seq_cst);
+static inline uint64_t hx_load_seq_cst_u64(const _Atomic uint64_t *word)
+{
+    return atomic_load_explicit(word, memory_order_seq_cst);
 }
 
-static inline void hx_store_relaxed_u64(_Atomic uint64_t *word,
-                                        uint64_t value) {
-  atomic_store_explicit(word, value, memory_order_relaxed);
+static inline void hx_store_relaxed_u64(_Atomic uint64_t *word, uint64_t value)
+{
+    atomic_store_explicit(word, value, memory_order_relaxed);
 }
 
-static inline void hx_store_seq_cst_u64(_Atomic uint64_t *word,
-                                        uint64_t value) {
-  atomic_store_explicit(word, value, memory_order_seq_cst);
+static inline void hx_store_seq_cst_u64(_Atomic uint64_t *word, uint64_t value)
+{
+    atomic_store_explicit(word, value, memory_order_seq_cst);
 }
 
-static inline uint64_t hx_add_relaxed_u64(_Atomic uint64_t *word,
-                                          uint64_t value) {
-  return atomic_fetch_add_explicit(word, value, memory_order_relaxed);
+static inline uint64_t hx_add_relaxed_u64(_Atomic uint64_t *word, uint64_t value)
+{
+    return atomic_fetch_add_explicit(word, value, memory_order_relaxed);
 }
 
 #endif

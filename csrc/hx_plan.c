@@ -5,230 +5,221 @@
 #include "hx_permute.h"
 #include "hx_slot.h"
 
-/* A run is cut so that it lasts about this long: long enough that claiming
- * costs nothing, short enough that several workers share a batch and none of
- * them holds it up. */
+/* A run is cut so that it lasts about this long: long enough that claiming costs nothing, short
+ * enough that several workers share a batch and none of them holds it up. */
 #define RUN_TARGET_NS UINT64_C(500000)
 
-/* Batches from this size on are filled by all workers together, so that fewer
- * slots are in use at a time and those stay in the processor's cache. */
+/* Batches from this size on are filled by all workers together, so that fewer slots are in use at
+ * a time and those stay in the processor's cache. */
 #define SHARED_BATCH_NBYTES (UINT64_C(1) << 20)
 
 #define SEED_COUNT (UINT64_C(1) << 31)
 
-enum hx_status hx_plan_publish(struct hx_arena *arena,
-                               const struct hx_plan *plan) {
-  struct hx_header *header = arena->header;
-  const uint64_t tail = hx_load_relaxed_u64(&header->plan_tail);
-  /* Pairs with the store in hx_run_claim(): what the plan held has been copied
-   * by then. */
-  const uint64_t head = hx_load_seq_cst_u64(&header->plan_head);
-  if (tail - head >= header->plan_capacity)
-    return HX_NOTHING;
-  arena->plans[tail % header->plan_capacity] = *plan;
-  /* Pairs with the load in has_open_plan(). */
-  hx_store_seq_cst_u64(&header->plan_tail, tail + 1);
-  hx_arena_wake_worker(arena);
-  return HX_OK;
+enum hx_status hx_plan_publish(struct hx_arena *arena, const struct hx_plan *plan)
+{
+    struct hx_header *header = arena->header;
+    const uint64_t tail = hx_load_relaxed_u64(&header->plan_tail);
+    /* Pairs with the store in hx_run_claim(): what the plan held has been copied by then. */
+    const uint64_t head = hx_load_seq_cst_u64(&header->plan_head);
+    if (tail - head >= header->plan_capacity)
+        return HX_NOTHING;
+    arena->plans[tail % header->plan_capacity] = *plan;
+    /* Pairs with the load in has_open_plan(). */
+    hx_store_seq_cst_u64(&header->plan_tail, tail + 1);
+    hx_arena_wake_worker(arena);
+    return HX_OK;
 }
 
-static int has_open_plan(const struct hx_header *header) {
-  return hx_load_relaxed_u64(&header->plan_head) <
-         hx_load_seq_cst_u64(&header->plan_tail);
+static int has_open_plan(const struct hx_header *header)
+{
+    return hx_load_relaxed_u64(&header->plan_head) < hx_load_seq_cst_u64(&header->plan_tail);
 }
 
 /* How many of `remaining` items the next run takes. Called under the mutex. */
-static uint32_t run_length(const struct hx_arena *arena,
-                           const struct hx_slot *slot, uint32_t remaining) {
-  const struct hx_header *header = arena->header;
-  const uint64_t item_ns = arena->groups[slot->plan.group].item_ns;
-  uint64_t length;
-  if (header->is_batched) {
-    /* A call costs what it costs, so runs are whole batches where every worker
-     * can have one of its own, and otherwise equal shares. */
-    if (header->slot_count > header->worker_count)
-      return remaining;
-    length = (slot->plan.item_count + header->worker_count - 1) /
-             header->worker_count;
-  } else if (item_ns == 0) {
-    length = 1;
-  } else {
-    length = RUN_TARGET_NS / item_ns;
-  }
-  if (!header->is_batched && header->worker_count > 1 &&
-      header->slot_nbytes >= SHARED_BATCH_NBYTES) {
-    const uint64_t share =
-        slot->plan.item_count / (2 * (uint64_t)header->worker_count);
-    length = length < share ? length : share;
-  }
-  if (length < 1)
-    length = 1;
-  return length < remaining ? (uint32_t)length : remaining;
-}
-
-/* The oldest batch that still has items to hand out, or HX_NO_SLOT. Called
- * under the mutex. */
-static uint32_t oldest_filling(const struct hx_arena *arena) {
-  uint32_t found = HX_NO_SLOT;
-  for (uint32_t i = 0; i < arena->header->slot_count; i++) {
-    const struct hx_slot *slot = &arena->slots[i];
-    if (hx_load_relaxed_u32(&slot->state) == HX_SLOT_FILLING &&
-        !slot->is_failed && slot->claimed < slot->plan.item_count &&
-        (found == HX_NO_SLOT ||
-         slot->plan.serial < arena->slots[found].plan.serial))
-      found = i;
-  }
-  return found;
-}
-
-static int has_free_slot(const struct hx_arena *arena) {
-  for (uint32_t i = 0; i < arena->header->slot_count; i++) {
-    if (hx_load_seq_cst_u32(&arena->slots[i].state) == HX_SLOT_FREE)
-      return 1;
-  }
-  return 0;
-}
-
-enum hx_status hx_run_claim(struct hx_arena *arena, uint32_t worker,
-                            struct hx_run *out) {
-  struct hx_header *header = arena->header;
-  struct hx_worker *record = &arena->workers[worker];
-  enum hx_status status = HX_NOTHING;
-  uint32_t slot_index;
-  int is_more = 0;
-
-  if (hx_load_relaxed_u32(&header->is_closing))
-    return HX_CLOSED;
-  hx_arena_lock(arena);
-  slot_index = oldest_filling(arena);
-  if (slot_index == HX_NO_SLOT && has_open_plan(header)) {
-    const uint64_t head = hx_load_relaxed_u64(&header->plan_head);
-    slot_index =
-        hx_slot_open(arena, &arena->plans[head % header->plan_capacity]);
-    if (slot_index != HX_NO_SLOT)
-      hx_store_seq_cst_u64(&header->plan_head, head + 1);
-  }
-  if (slot_index != HX_NO_SLOT) {
-    struct hx_slot *slot = &arena->slots[slot_index];
-    out->plan = slot->plan;
-    out->slot = slot_index;
-    out->first = slot->claimed;
-    out->count = run_length(arena, slot, slot->plan.item_count - slot->claimed);
-    out->since_ns = hx_now_ns();
-    hx_store_relaxed_u32(&record->first, out->first);
-    hx_store_relaxed_u32(&record->count, out->count);
-    hx_store_relaxed_u32(&record->item, out->first);
-    hx_store_relaxed_u64(&record->since_ns, out->since_ns);
-    /* Last, so that the record is whole when the trainer sees the slot in it.
-     */
-    hx_store_release_u32(&record->slot, slot_index);
-    slot->claimed += out->count;
-    status = HX_OK;
-    is_more = slot->claimed < slot->plan.item_count ||
-              (has_open_plan(header) && has_free_slot(arena));
-  }
-  hx_arena_unlock(arena);
-  if (is_more)
-    hx_arena_wake_worker(arena);
-  if (status == HX_OK && hx_load_relaxed_u32(&arena->slots[slot_index].state) ==
-                             HX_SLOT_RESERVING) {
-    status = hx_slot_reserve(arena, slot_index);
-    if (status != HX_OK)
-      hx_run_fail(arena, worker, out, out->first, 0, 0,
-                  status == HX_NO_MEMORY ? HX_RECORD_NO_MEMORY
-                                         : HX_RECORD_ERROR);
-  }
-  return status;
-}
-
-/* Account for a run's items; the last ones make the slot ready. Called under
- * the mutex. Returns whether the batch is now complete. */
-static int account(struct hx_arena *arena, uint32_t worker,
-                   const struct hx_run *run, const struct hx_record *result) {
-  struct hx_slot *slot = &arena->slots[run->slot];
-  struct hx_worker *record = &arena->workers[worker];
-  struct hx_group *group = &arena->groups[run->plan.group];
-  const uint64_t run_ns = hx_now_ns() - run->since_ns;
-  const uint64_t item_ns = run_ns / run->count + 1;
-  int is_complete;
-
-  if (result->kind != HX_RECORD_NONE) {
-    arena->records[(uint64_t)run->slot * arena->header->batch_capacity +
-                   slot->record_count] = *result;
-    slot->record_count += 1;
-  }
-  group->item_ns =
-      group->item_ns == 0 ? item_ns : (group->item_ns + item_ns) / 2;
-  slot->completed += run->count;
-  if (slot->is_failed) {
-    /* What nobody has claimed will not be loaded. */
-    slot->completed += slot->plan.item_count - slot->claimed;
-    slot->claimed = slot->plan.item_count;
-  }
-  hx_store_relaxed_u32(&record->slot, HX_NO_SLOT);
-  hx_store_relaxed_u64(&record->item_count,
-                       hx_load_relaxed_u64(&record->item_count) + run->count);
-  hx_store_relaxed_u64(&record->busy_ns,
-                       hx_load_relaxed_u64(&record->busy_ns) + run_ns);
-  is_complete = slot->completed == slot->plan.item_count;
-  if (is_complete)
-    /* Releases the arrays, plan and records; pairs with hx_slot_find_ready().
-     */
-    hx_store_seq_cst_u32(&slot->state, HX_SLOT_READY);
-  return is_complete;
-}
-
-void hx_run_complete(struct hx_arena *arena, uint32_t worker,
-                     const struct hx_run *run, uint64_t offset,
-                     uint64_t nbytes) {
-  const struct hx_record result = {
-      .offset = offset,
-      .nbytes = nbytes,
-      .first = run->first,
-      .kind = nbytes != 0 ? HX_RECORD_ADDITIONAL : HX_RECORD_NONE,
-  };
-  int is_complete;
-  hx_arena_lock(arena);
-  is_complete = account(arena, worker, run, &result);
-  hx_arena_unlock(arena);
-  if (is_complete)
-    hx_arena_wake_trainer(arena);
-}
-
-void hx_run_fail(struct hx_arena *arena, uint32_t worker,
-                 const struct hx_run *run, uint32_t item, uint64_t offset,
-                 uint64_t nbytes, enum hx_record_kind kind) {
-  const struct hx_record result = {
-      .offset = offset, .nbytes = nbytes, .first = item, .kind = kind};
-  int is_complete;
-  hx_arena_lock(arena);
-  arena->slots[run->slot].is_failed = 1;
-  is_complete = account(arena, worker, run, &result);
-  hx_arena_unlock(arena);
-  if (is_complete)
-    hx_arena_wake_trainer(arena);
-}
-
-void hx_plan_items(const struct hx_plan *plan, uint32_t first, uint32_t count,
-                   int64_t *indices, int64_t *seeds) {
-  const uint64_t start = plan->first_position;
-  if (indices != NULL) {
-    const struct hx_permutation order =
-        hx_permutation_make(plan->order_key, plan->order_count);
-    for (uint32_t i = 0; i < count; i++) {
-      const uint64_t position = start + (first + i) % plan->valid_count;
-      indices[i] = (int64_t)(plan->order_count == 0
-                                 ? position
-                                 : hx_permutation_at(&order, position));
+static uint32_t run_length(const struct hx_arena *arena, const struct hx_slot *slot,
+                           uint32_t remaining)
+{
+    const struct hx_header *header = arena->header;
+    const uint64_t item_ns = arena->groups[slot->plan.group].item_ns;
+    uint64_t length;
+    if (header->is_batched) {
+        /* A call costs what it costs, so runs are whole batches where every worker can have one
+         * of its own, and otherwise equal shares. */
+        if (header->slot_count > header->worker_count)
+            return remaining;
+        length = (slot->plan.item_count + header->worker_count - 1) / header->worker_count;
+    } else if (item_ns == 0) {
+        length = 1;
+    } else {
+        length = RUN_TARGET_NS / item_ns;
     }
-  }
-  if (seeds != NULL) {
-    const struct hx_permutation order =
-        hx_permutation_make(plan->seed_key, SEED_COUNT);
-    for (uint32_t i = 0; i < count; i++) {
-      const uint64_t position = start + (first + i) % plan->valid_count;
-      seeds[i] = (int64_t)hx_permutation_at(
-          &order, (plan->seed_start + position) % SEED_COUNT);
+    if (!header->is_batched && header->worker_count > 1 &&
+        header->slot_nbytes >= SHARED_BATCH_NBYTES) {
+        const uint64_t share =
+            (slot->plan.item_count + header->worker_count - 1) / header->worker_count;
+        length = length < share ? length : share;
     }
-  }
+    if (length < 1)
+        length = 1;
+    return length < remaining ? (uint32_t)length : remaining;
+}
+
+/* The oldest batch that still has items to hand out, or HX_NO_SLOT. Called under the mutex. */
+static uint32_t oldest_filling(const struct hx_arena *arena)
+{
+    uint32_t found = HX_NO_SLOT;
+    for (uint32_t i = 0; i < arena->header->slot_count; i++) {
+        const struct hx_slot *slot = &arena->slots[i];
+        if (hx_load_relaxed_u32(&slot->state) == HX_SLOT_FILLING && !slot->is_failed &&
+            slot->claimed < slot->plan.item_count &&
+            (found == HX_NO_SLOT || slot->plan.serial < arena->slots[found].plan.serial))
+            found = i;
+    }
+    return found;
+}
+
+static int has_free_slot(const struct hx_arena *arena)
+{
+    for (uint32_t i = 0; i < arena->header->slot_count; i++) {
+        if (hx_load_seq_cst_u32(&arena->slots[i].state) == HX_SLOT_FREE)
+            return 1;
+    }
+    return 0;
+}
+
+enum hx_status hx_run_claim(struct hx_arena *arena, uint32_t worker, struct hx_run *out)
+{
+    struct hx_header *header = arena->header;
+    struct hx_worker *record = &arena->workers[worker];
+    enum hx_status status = HX_NOTHING;
+    uint32_t slot_index;
+    int is_more = 0;
+
+    if (hx_load_relaxed_u32(&header->is_closing))
+        return HX_CLOSED;
+    hx_arena_lock(arena);
+    slot_index = oldest_filling(arena);
+    if (slot_index == HX_NO_SLOT && has_open_plan(header)) {
+        const uint64_t head = hx_load_relaxed_u64(&header->plan_head);
+        slot_index = hx_slot_open(arena, &arena->plans[head % header->plan_capacity]);
+        if (slot_index != HX_NO_SLOT)
+            hx_store_seq_cst_u64(&header->plan_head, head + 1);
+    }
+    if (slot_index != HX_NO_SLOT) {
+        struct hx_slot *slot = &arena->slots[slot_index];
+        out->plan = slot->plan;
+        out->slot = slot_index;
+        out->first = slot->claimed;
+        out->count = run_length(arena, slot, slot->plan.item_count - slot->claimed);
+        out->since_ns = hx_now_ns();
+        hx_store_relaxed_u32(&record->first, out->first);
+        hx_store_relaxed_u32(&record->count, out->count);
+        hx_store_relaxed_u32(&record->item, out->first);
+        hx_store_relaxed_u64(&record->since_ns, out->since_ns);
+        /* Last, so that the record is whole when the trainer sees the slot in it. */
+        hx_store_release_u32(&record->slot, slot_index);
+        slot->claimed += out->count;
+        status = HX_OK;
+        is_more = slot->claimed < slot->plan.item_count ||
+                  (has_open_plan(header) && has_free_slot(arena));
+    }
+    hx_arena_unlock(arena);
+    if (is_more)
+        hx_arena_wake_worker(arena);
+    if (status == HX_OK &&
+        hx_load_relaxed_u32(&arena->slots[slot_index].state) == HX_SLOT_RESERVING) {
+        status = hx_slot_reserve(arena, slot_index);
+        if (status != HX_OK)
+            hx_run_fail(arena, worker, out, out->first, 0, 0,
+                        status == HX_NO_MEMORY ? HX_RECORD_NO_MEMORY : HX_RECORD_ERROR);
+    }
+    return status;
+}
+
+/* Account for a run's items; the last ones make the slot ready. Called under the mutex. Returns
+ * whether the batch is now complete. */
+static int account(struct hx_arena *arena, uint32_t worker, const struct hx_run *run,
+                   const struct hx_record *result)
+{
+    struct hx_slot *slot = &arena->slots[run->slot];
+    struct hx_worker *record = &arena->workers[worker];
+    struct hx_group *group = &arena->groups[run->plan.group];
+    const uint64_t run_ns = hx_now_ns() - run->since_ns;
+    const uint64_t item_ns = run_ns / run->count + 1;
+    int is_complete;
+
+    if (result->kind != HX_RECORD_NONE) {
+        arena->records[(uint64_t)run->slot * arena->header->batch_capacity + slot->record_count] =
+            *result;
+        slot->record_count += 1;
+    }
+    group->item_ns = group->item_ns == 0 ? item_ns : (group->item_ns + item_ns) / 2;
+    slot->completed += run->count;
+    if (slot->is_failed) {
+        /* What nobody has claimed will not be loaded. */
+        slot->completed += slot->plan.item_count - slot->claimed;
+        slot->claimed = slot->plan.item_count;
+    }
+    hx_store_relaxed_u32(&record->slot, HX_NO_SLOT);
+    hx_store_relaxed_u64(&record->item_count,
+                         hx_load_relaxed_u64(&record->item_count) + run->count);
+    hx_store_relaxed_u64(&record->busy_ns, hx_load_relaxed_u64(&record->busy_ns) + run_ns);
+    is_complete = slot->completed == slot->plan.item_count;
+    if (is_complete)
+        /* Releases the arrays, plan and records; pairs with hx_slot_find_ready(). */
+        hx_store_seq_cst_u32(&slot->state, HX_SLOT_READY);
+    return is_complete;
+}
+
+void hx_run_complete(struct hx_arena *arena, uint32_t worker, const struct hx_run *run,
+                     uint64_t offset, uint64_t nbytes)
+{
+    const struct hx_record result = {
+        .offset = offset,
+        .nbytes = nbytes,
+        .first = run->first,
+        .kind = nbytes != 0 ? HX_RECORD_ADDITIONAL : HX_RECORD_NONE,
+    };
+    int is_complete;
+    hx_arena_lock(arena);
+    is_complete = account(arena, worker, run, &result);
+    hx_arena_unlock(arena);
+    if (is_complete)
+        hx_arena_wake_trainer(arena);
+}
+
+void hx_run_fail(struct hx_arena *arena, uint32_t worker, const struct hx_run *run, uint32_t item,
+                 uint64_t offset, uint64_t nbytes, enum hx_record_kind kind)
+{
+    const struct hx_record result = {
+        .offset = offset, .nbytes = nbytes, .first = item, .kind = kind};
+    int is_complete;
+    hx_arena_lock(arena);
+    arena->slots[run->slot].is_failed = 1;
+    is_complete = account(arena, worker, run, &result);
+    hx_arena_unlock(arena);
+    if (is_complete)
+        hx_arena_wake_trainer(arena);
+}
+
+void hx_plan_items(const struct hx_plan *plan, uint32_t first, uint32_t count, int64_t *indices,
+                   int64_t *seeds)
+{
+    const uint64_t start = plan->first_position;
+    if (indices != NULL) {
+        const struct hx_permutation order = hx_permutation_make(plan->order_key, plan->order_count);
+        for (uint32_t i = 0; i < count; i++) {
+            const uint64_t position = start + (first + i) % plan->valid_count;
+            indices[i] =
+                (int64_t)(plan->order_count == 0 ? position : hx_permutation_at(&order, position));
+        }
+    }
+    if (seeds != NULL) {
+        const struct hx_permutation order = hx_permutation_make(plan->seed_key, SEED_COUNT);
+        for (uint32_t i = 0; i < count; i++) {
+            const uint64_t position = start + (first + i) % plan->valid_count;
+            seeds[i] =
+                (int64_t)hx_permutation_at(&order, (plan->seed_start + position) % SEED_COUNT);
+        }
+    }
 }

@@ -1,9 +1,7 @@
-/* Waiting: a worker for work, the trainer for a batch, a guard for the
- * trainer's end.
+/* Waiting: a worker for work, the trainer for a batch, a guard for the trainer's end.
  *
- * Every wait ends at its deadline, on close, on a signal and when the process
- * on the other side ends. Deadlines are absolute, CLOCK_MONOTONIC, in
- * nanoseconds.
+ * Every wait ends at its deadline, on close, on a signal and when the process on the other side
+ * ends. Deadlines are absolute, CLOCK_MONOTONIC, in nanoseconds.
  */
 #ifndef HX_WAIT_H
 #define HX_WAIT_H
@@ -13,19 +11,15 @@
 
 #define HX_FOREVER UINT64_MAX
 
-/* Wait until items can be taken, and take them; see hx_run_claim() for
- * ownership.
+/* Wait until items can be taken, and take them; see hx_run_claim() for ownership.
  *
- * trainer_fd  pidfd of the trainer, borrowed; -1 where the caller is the
- * trainer itself
+ * trainer_fd  pidfd of the trainer, borrowed; -1 where the caller is the trainer itself
  *
  * GIL: not needed; may block, so call with the GIL released.
- * Returns: HX_OK, HX_TIMEOUT, HX_CLOSED, HX_INTERRUPTED, HX_NO_MEMORY,
- * HX_SYSTEM.
+ * Returns: HX_OK, HX_TIMEOUT, HX_CLOSED, HX_INTERRUPTED, HX_NO_MEMORY, HX_SYSTEM.
  */
-enum hx_status hx_worker_next(struct hx_arena *arena, uint32_t worker,
-                              int trainer_fd, uint64_t deadline,
-                              struct hx_run *out);
+enum hx_status hx_worker_next(struct hx_arena *arena, uint32_t worker, int trainer_fd,
+                              uint64_t deadline, struct hx_run *out);
 
 /* Wait until batch `serial` (or HX_ANY_SERIAL) is ready, and lease its slot.
  *
@@ -33,21 +27,12 @@ enum hx_status hx_worker_next(struct hx_arena *arena, uint32_t worker,
  * out_worker  on HX_WORKER_ENDED, which of the watched workers has ended
  *
  * GIL: not needed; may block, so call with the GIL released.
- * Returns: HX_OK, HX_TIMEOUT, HX_CLOSED, HX_INTERRUPTED, HX_WORKER_ENDED,
- * HX_SYSTEM.
+ * Returns: HX_OK, HX_TIMEOUT, HX_CLOSED, HX_INTERRUPTED, HX_WORKER_ENDED, HX_SYSTEM.
  */
-enum hx_status hx_trainer_wait(struct hx_arena *arena, uint64_t serial,
-                               uint64_t deadline, uint32_t *out,
-                               uint32_t *out_worker);
+enum hx_status hx_trainer_wait(struct hx_arena *arena, uint64_t serial, uint64_t deadline,
+                               uint32_t *out, uint32_t *out_worker);
 
-/* Lease batch `serial` (or HX_ANY_SERIAL) if it is ready, without waiting:
- * HX_OK or HX_NOTHING. */
-enum hx_status hx_trainer_take(struct hx_arena *arena, uint64_t serial,
-                               uint32_t *out);
-
-/* End this process as soon as the process behind trainer_fd has ended, whatever
- * the process is doing then: a thread of its own waits for it. Takes
- * trainer_fd. Returns HX_OK, HX_SYSTEM. */
-enum hx_status hx_guard_start(int trainer_fd);
+/* Lease batch `serial` (or HX_ANY_SERIAL) if it is ready, without waiting: HX_OK or HX_NOTHING. */
+enum hx_status hx_trainer_take(struct hx_arena *arena, uint64_t serial, uint32_t *out);
 
 #endif

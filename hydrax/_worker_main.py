@@ -33,6 +33,8 @@ __all__ = ["ItemLoader", "LoadFailure", "LoadGroup", "LoadJob", "run_worker", "s
 # Item views are made once and kept, up to so many arrays; beyond that they are made as needed,
 # so that a worker's own memory stays small.
 _KEPT_VIEWS = 8192
+# Time slice of a loader process; the usual one is about 3 ms.
+_SLICE_NS = 20_000_000
 # Bytes of items that are loaded at a time where they are to be converted.
 _CONVERT_NBYTES = 256 * 1024
 
@@ -485,6 +487,8 @@ def _settle_in(job: LoadJob, index: int) -> None:
     if job.nice:
         with contextlib.suppress(OSError):  # it takes a privilege to be less nice
             os.nice(job.nice)
+    # The trainer works for a moment now and then; where processors are few it must get one at once.
+    _core.take_slices(_SLICE_NS)
     # The parent's objects are not this process's to collect: looking at them would copy them.
     gc.freeze()
     _context.enter_worker(index)

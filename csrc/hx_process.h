@@ -1,0 +1,18 @@
+/* What a loader process asks of the kernel for itself. */
+#ifndef HX_PROCESS_H
+#define HX_PROCESS_H
+
+#include <stdint.h>
+
+#include "hx_status.h"
+
+/* End this process as soon as the process behind trainer_fd has ended, whatever the process is
+ * doing then: a thread of its own waits for it. Takes trainer_fd. Returns HX_OK, HX_SYSTEM. */
+enum hx_status hx_process_guard(int trainer_fd);
+
+/* Let threads with the usual time slice preempt the calling thread when they wake, by taking
+ * slices of slice_ns instead (sched_setattr(2), Linux 6.12 and later). Where the kernel does not
+ * know that, nothing changes. Child threads and processes inherit it. */
+void hx_process_take_slices(uint64_t slice_ns);
+
+#endif
