@@ -405,7 +405,12 @@ class Dataloader(Generic[D]):
             self._inline = ItemLoader(self._arena, self._job)
         else:
             self._pool = WorkerPool(
-                self._arena, self._loader_count, self._start_method, self._job, self._packed_job
+                self._arena,
+                self._loader_count,
+                self._start_method,
+                self._job,
+                self._packed_job,
+                self._timeout_s,
             )
             self._pool.start()
 

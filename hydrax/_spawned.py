@@ -95,18 +95,26 @@ def introduce(
     connection.sendall(job)
 
 
-def await_ready(connection: socket.socket) -> None:
-    """Wait until the process has loaded its job.
+def await_ready(connection: socket.socket, timeout_s: float | None) -> None:
+    """Wait until the process has loaded its job; None waits for ever.
 
     Raises:
         WorkerStartError: It could not; with the traceback from there.
     """
+    connection.settimeout(timeout_s)
     try:
         message = _receive_message(connection)
+    except TimeoutError:
+        raise WorkerStartError(
+            f"a loader process had not imported the main module and loaded its data within "
+            f"timeout_sec={timeout_s:g} seconds; put what the script does under "
+            "if __name__ == '__main__':"
+        ) from None
     except EOFError:
         raise WorkerStartError(
             "a loader process ended while it started; its own output says why"
         ) from None
+    connection.settimeout(None)
     if message:
         failure = LoadFailure(*pickle.loads(message))
         raise WorkerStartError(

@@ -120,9 +120,12 @@ def describe_failure(error: BaseException, arrays: str, stage: str) -> LoadFailu
         pickle.loads(pickled)
     except BaseException:
         pickled = None
-    kind = type(error).__qualname__
-    if type(error).__module__ != "builtins":
-        kind = f"{type(error).__module__}.{kind}"
+    try:
+        kind = type(error).__qualname__
+        if type(error).__module__ != "builtins":
+            kind = f"{type(error).__module__}.{kind}"
+    except BaseException:  # its metaclass may do anything, too
+        kind = "an exception"
     if isinstance(error, bdb.BdbQuit):
         message = "a debugger cannot be used in a loader process; use loader_count=0 for that"
     return LoadFailure(kind, message, text, pickled, arrays, stage, os.getpid())

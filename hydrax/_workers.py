@@ -49,6 +49,7 @@ class WorkerPool:
         start_method: How they come into being.
         job: What they do.
         packed_job: The same as bytes, for the start methods that need it.
+        timeout_s: How long a fresh process may take to be ready; None waits for ever.
     """
 
     def __init__(
@@ -58,12 +59,14 @@ class WorkerPool:
         start_method: StartMethod,
         job: LoadJob,
         packed_job: bytes | None,
+        timeout_s: float | None,
     ) -> None:
         self._arena = arena
         self._count = count
         self._start_method = start_method
         self._job = job
         self._packed_job = packed_job
+        self._timeout_s = timeout_s
         self._workers: list[_Worker] = []
         self._resources = contextlib.ExitStack()
 
@@ -132,7 +135,7 @@ class WorkerPool:
         for index, connection in enumerate(connections):
             _spawned.introduce(connection, self._arena, trainer_fd, index, self._packed_job)
         for connection in connections:
-            _spawned.await_ready(connection)
+            _spawned.await_ready(connection, self._timeout_s)
 
     def _fork_all_from_server(self, trainer_fd: int) -> None:
         assert self._packed_job is not None
@@ -140,7 +143,7 @@ class WorkerPool:
         self._resources.callback(server.wait)
         self._resources.callback(connection.close)
         _spawned.introduce(connection, self._arena, trainer_fd, None, self._packed_job)
-        _spawned.await_ready(connection)
+        _spawned.await_ready(connection, self._timeout_s)
         for index in range(self._count):
             pid = _spawned.fork_worker(connection, index)
             self._add(pid, lambda pid=pid: _spawned.reap_worker(connection, pid))  # type: ignore[misc]

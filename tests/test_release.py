@@ -730,7 +730,7 @@ def stress_core(depth: int, seed: int) -> None:
     published = 0
     for serial in range(STRESS_BATCHES):
         while published < STRESS_BATCHES and arena.publish(
-            _core.Plan(published, 0, 6 * published, 0, 0, 0, 0, 0, 6, _core.TRAINING)
+            _core.Plan(published, 0, 6 * published, 0, 0, 0, 0, 0, 6, 6, _core.TRAINING)
         ):
             published += 1
         lease = arena.wait(serial, time.monotonic_ns() + 20 * 10**9)
@@ -775,7 +775,7 @@ def test_the_core_keeps_every_array_right_under_random_drops(depth: int) -> None
 @pytest.mark.sanitize
 def test_tensors_keep_the_arena_mapped_after_everything_else_is_gone() -> None:
     arena = _core.Arena(2, 1000, 1, 1, 4, False)
-    assert arena.publish(_core.Plan(0, 0, 0, 0, 0, 0, 0, 0, 4, _core.TRAINING))
+    assert arena.publish(_core.Plan(0, 0, 0, 0, 0, 0, 0, 0, 4, 4, _core.TRAINING))
     while (lease := arena.take(0)) is None:
         run = arena.claim(0, -1, None)
         assert run is not None
@@ -809,7 +809,7 @@ def test_tensors_beyond_the_slot_are_refused(
     offset: int, shape: tuple[int, ...], bits: int
 ) -> None:
     arena = _core.Arena(1, 4096, 1, 1, 1, False)
-    assert arena.publish(_core.Plan(0, 0, 0, 0, 0, 0, 0, 0, 1, _core.TRAINING))
+    assert arena.publish(_core.Plan(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, _core.TRAINING))
     run = arena.claim(0, -1, None)
     assert run is not None
     run.complete(None)
