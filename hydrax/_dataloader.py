@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import time
@@ -17,14 +16,15 @@ from hydrax._arguments import check_end, check_int, check_start, check_timeout
 from hydrax._batch import Batch, make_batch
 from hydrax._datagroup import DataGroup, check_groups, check_validation
 from hydrax._interrupt import InterruptHandler
+from hydrax._item_loader import ItemLoader, LoadGroup, LoadJob
 from hydrax._memory import available_nbytes, format_nbytes
 from hydrax._records import describe_item, read_records
 from hydrax._schedule import GroupOrder, PlannedBatch, Schedule, Validation
 from hydrax._specs import ArrayLayout, lay_out, placed_specs
 from hydrax._state import make_state, read_state, schedule_facts
-from hydrax._worker_main import ItemLoader, LoadGroup, LoadJob
+from hydrax._waiting import BatchWaiter
 from hydrax._workers import StartMethod, WorkerPool
-from hydrax.errors import ArenaMemoryError, BatchTimeoutError, WorkerDiedError
+from hydrax.errors import ArenaMemoryError, WorkerDiedError
 
 if TYPE_CHECKING:
     import jax
@@ -37,10 +37,6 @@ logger = logging.getLogger(__name__)
 D = TypeVar("D")
 
 _START_METHODS = ("fork", "forkserver", "spawn")
-_LEASED = 4  # enum hx_slot_state
-_FOREVER = 2**64
-# All slots held for so long: it may be garbage that holds them.
-_COLLECT_AFTER_NS = 100_000_000
 
 LoaderFunc = Callable[..., Mapping[str, Any] | None]
 PlacementFunc = Callable[
@@ -215,8 +211,9 @@ class Dataloader(Generic[D]):
         self._memory = range(0)
         self._pool: WorkerPool | None = None
         self._inline: ItemLoader | None = None
+        self._waiter: BatchWaiter | None = None
         self._place: Any = None
-        self._position = self._schedule.start
+        self._position = self._first_position = self._schedule.start
         self._planner: Iterator[PlannedBatch] = iter(self._schedule)
         self._next_planned: PlannedBatch | None = next(self._planner, None)
         self._pending: deque[PlannedBatch] = deque()
@@ -281,8 +278,8 @@ class Dataloader(Generic[D]):
 
     @property
     def first_batch(self) -> int:
-        """Number of the first training batch, as start_at says."""
-        return self._schedule.first_batch
+        """Number of the first training batch, as start_at or a state set before entering says."""
+        return self._first_position.training
 
     @property
     def last_batch(self) -> int | None:
@@ -361,6 +358,8 @@ class Dataloader(Generic[D]):
         is_entered = self._state != "new"
         if is_entered:
             self._stop_loading()
+        else:
+            self._first_position = position
         self._position = position
         self._planner = self._schedule.batches(position)
         self._next_planned = next(self._planner, None)
@@ -403,6 +402,7 @@ class Dataloader(Generic[D]):
             if self._inline is None and self._job.startup_func is not None:
                 self._job.startup_func()
             self._inline = ItemLoader(self._arena, self._job)
+            loading: WorkerPool | ItemLoader = self._inline
         else:
             self._pool = WorkerPool(
                 self._arena,
@@ -413,6 +413,8 @@ class Dataloader(Generic[D]):
                 self._timeout_s,
             )
             self._pool.start()
+            loading = self._pool
+        self._waiter = BatchWaiter(self._arena, loading, self._timeout_s, self._describe_item)
 
     def _stop_loading(self) -> None:
         """End the workers. Arrays that are still held keep the arena alive."""
@@ -442,6 +444,7 @@ class Dataloader(Generic[D]):
         finally:
             self._interrupt_handler.restore()
             self._inline = None
+            self._waiter = None
             self._pending.clear()
 
     def _abandon(self) -> None:
@@ -450,6 +453,7 @@ class Dataloader(Generic[D]):
         self._pool = None
         self._arena = None
         self._inline = None
+        self._waiter = None
         self._interrupt_handler.restore()
 
     def _choose_placement(self) -> Any:
@@ -465,10 +469,7 @@ class Dataloader(Generic[D]):
     def __next__(self) -> Batch[D]:
         if self._state != "running":
             self._refuse_next()
-        if self._interrupted:
-            self._interrupt_handler.check()
-            self._state = "ended"
-            raise StopIteration
+        self._check_interrupted()
         pending = self._pending
         if not pending:
             self._state = "ended"
@@ -478,7 +479,7 @@ class Dataloader(Generic[D]):
         serial = pending[0].plan.serial if self._deterministic else None
         lease = arena.take(serial)
         if lease is None:
-            lease = self._wait(arena, serial)
+            lease = self._wait(serial)
         if self._deterministic:
             planned = pending.popleft()
         else:
@@ -519,106 +520,25 @@ class Dataloader(Generic[D]):
             self._pending.append(self._next_planned)
             self._next_planned = next(self._planner, None)
 
-    def _wait(self, arena: _core.Arena, serial: int | None) -> _core.Lease:
+    def _wait(self, serial: int | None) -> _core.Lease:
         """Wait for a batch, counting the time as idle."""
+        assert self._waiter is not None
         start = time.monotonic_ns()
-        deadline = None if self._timeout_s is None else start + int(self._timeout_s * 1e9)
         try:
-            if self._inline is not None:
-                return self._load_inline(arena, serial, deadline)
-            result = self._wait_collecting(arena, serial, start)
-            while True:
-                if isinstance(result, _core.Lease):
-                    return result
-                self._check_interrupted()
-                if result == _core.TIMED_OUT and time.monotonic_ns() >= (deadline or _FOREVER):
-                    raise BatchTimeoutError(self._describe_wait(arena))
-                if result == _core.CLOSED:
-                    raise RuntimeError("the Dataloader was closed while next() was waiting")
-                if result >= 0:
-                    assert self._pool is not None
-                    self._fatal_error = self._pool.ended(result, self._describe_item)
-                    self._state = "ended"
-                    raise self._fatal_error
-                result = arena.wait(serial, deadline)
+            return self._waiter.wait(serial, self._check_interrupted)
+        except WorkerDiedError as error:
+            self._fatal_error = error
+            self._state = "ended"
+            raise
         finally:
             self._idle_ns += time.monotonic_ns() - start
 
-    def _wait_collecting(
-        self, arena: _core.Arena, serial: int | None, start: int
-    ) -> _core.Lease | int:
-        """Wait a little if all slots are held, and have everybody let go of what nobody uses."""
-        if not self._collect_if_kept(arena):
-            return _core.TIMED_OUT
-        result = arena.wait(serial, start + _COLLECT_AFTER_NS)
-        if result == _core.TIMED_OUT:
-            gc.collect()  # batches may hang in reference cycles
-        return result
-
-    def _collect_if_kept(self, arena: _core.Arena) -> bool:
-        """Whether all slots are held; JAX then gives back those that it no longer needs.
-
-        What it took through the buffer protocol it lets go of only when it is called, or when
-        garbage is collected, however little.
-        """
-        is_kept = all(state == _LEASED for state in arena.slot_states())
-        if is_kept:
-            gc.collect(0)
-        return is_kept
-
     def _check_interrupted(self) -> None:
+        """End the iteration if that has been asked for."""
         if self._interrupted:
             self._interrupt_handler.check()
             self._state = "ended"
             raise StopIteration
-
-    def _load_inline(
-        self, arena: _core.Arena, serial: int | None, deadline: int | None
-    ) -> _core.Lease:
-        """Load in this process until the batch is ready."""
-        inline = self._inline
-        assert inline is not None
-        self._collect_if_kept(arena)
-        while True:
-            run = arena.claim(0, -1, deadline)
-            if run is None:
-                self._check_interrupted()
-                if deadline is not None and time.monotonic_ns() >= deadline:
-                    raise BatchTimeoutError(self._describe_wait(arena))
-                continue
-            inline.random.install()
-            try:
-                inline.load(run)
-            finally:
-                inline.random.uninstall()
-            lease = arena.take(serial)
-            if lease is not None:
-                return lease
-            self._check_interrupted()
-
-    def _describe_wait(self, arena: _core.Arena) -> str:
-        """What everybody is doing, for the time-out's message."""
-        states = arena.slot_states()
-        lines = [f"no batch came within timeout_sec={self._timeout_s:g} seconds"]
-        leased = states.count(_LEASED)
-        if leased == len(states):
-            lines.append(
-                f"all {leased} slots (depth) are held by arrays of earlier batches: delete batches "
-                "and their arrays before asking for the next one (enumerate() and zip() hold the "
-                "last one, too: use a larger depth), or keep batch.copy(); "
-                "hydrax.debug_batch_references() shows what holds them"
-            )
-        for index in range(self._loader_count):
-            is_started, item, seconds, count = arena.worker_state(index)
-            pid = self._pool.pid(index) if self._pool is not None else 0
-            if not is_started:
-                doing = "is still in startup_func"
-            elif item is None:
-                doing = f"has nothing to do, after {count} items"
-            else:
-                doing = f"has been loading for {seconds:.1f} s, now at {self._describe_item(*item)}"
-            lines.append(f"loader process {index} (pid {pid}) {doing}")
-        return "\n".join(lines)
 
     def _describe_item(self, serial: int, item: int) -> str:
         for planned in self._pending:

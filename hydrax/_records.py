@@ -8,9 +8,10 @@ from typing import Any
 
 from hydrax import _core
 from hydrax._datagroup import DataGroup
+from hydrax._failures import LoadFailure, describe_failure
+from hydrax._item_loader import ItemLoader
 from hydrax._memory import available_nbytes, format_nbytes
 from hydrax._schedule import PlannedBatch
-from hydrax._worker_main import ItemLoader, LoadFailure, describe_failure
 from hydrax.errors import ArenaMemoryError, LoaderError
 
 __all__ = ["describe_item", "read_records"]

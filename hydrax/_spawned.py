@@ -19,14 +19,9 @@ import warnings
 from typing import Any, NoReturn
 
 from hydrax import _context, _core
-from hydrax._worker_main import (
-    LoadFailure,
-    LoadJob,
-    describe_failure,
-    leave,
-    run_worker,
-    signals_held,
-)
+from hydrax._failures import LoadFailure, describe_failure
+from hydrax._item_loader import LoadJob
+from hydrax._worker_main import leave, run_worker, signals_held
 from hydrax.errors import WorkerStartError
 
 __all__ = ["pack_job", "serve", "start"]

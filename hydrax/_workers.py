@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 from hydrax import _core, _spawned
-from hydrax._worker_main import LoadJob, leave, run_worker, signals_held
+from hydrax._item_loader import LoadJob
+from hydrax._worker_main import leave, run_worker, signals_held
 from hydrax.errors import WorkerDiedError
 
 __all__ = ["StartMethod", "WorkerPool"]
@@ -151,9 +152,10 @@ class WorkerPool:
     def __len__(self) -> int:
         return self._count
 
-    def pid(self, index: int) -> int:
-        """Process id of worker number index."""
-        return self._workers[index].pid
+    @property
+    def pids(self) -> list[int]:
+        """Process id of each worker."""
+        return [worker.pid for worker in self._workers]
 
     def ended(self, index: int, describe: Callable[[int, int], str]) -> WorkerDiedError:
         """Collect a worker that has ended on its own, as the error that says so.
