@@ -3,12 +3,12 @@
 :class:`RowData` needs pandas (``pip install 'hydrax[pandas]'``). What it does beyond ``iloc`` is to
 keep columns of Python objects in a form that loader processes can read without copying it.
 """
+# How such cells are encoded is left to _packing.
 
 from __future__ import annotations
 
 import logging
 import operator
-import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, SupportsIndex, overload
@@ -17,12 +17,18 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from hydrax._packing import Packed, Packer
+
 __all__ = ["RowData"]
 
 _logger = logging.getLogger(__name__)
 
 # Since pandas 3 a row that is changed gets its own memory first.
 _COPY_ON_WRITE: Final = int(pd.__version__.split(".")[0]) >= 3
+
+_CHUNK_CELLS: Final = 65_536
+_LARGE_CELL_NBYTES: Final = 32_768
+"""From this mean size on, the one page copied for a cell's header weighs an eighth or less."""
 
 
 class RowData(Sequence["pd.Series[Any]"]):
@@ -150,7 +156,7 @@ class _Table:
     Shared by a RowData and its slices. If no column needed packing, the rows are left to pandas
     (``values``). Else each column is a *source*: anything whose ``source[i]`` is the cell that
     ``iloc`` would put into a row, such as a NumPy array, an array or index of pandas,
-    :class:`_Packed` or :class:`_Coded`.
+    :class:`Packed` or :class:`_Coded`.
     """
 
     def __init__(self, frame: pd.DataFrame) -> None:
@@ -257,7 +263,7 @@ def _column_source(column: pd.Series[Any]) -> Any:
     if isinstance(dtype, pd.CategoricalDtype):
         categorical: Any = column.array
         categories = _index_source(categorical.categories)
-        return _Coded(categorical.codes, categories, np.nan)
+        return _Coded(categorical.codes, categories)
     if _holds_objects(dtype):
         cells = column.to_numpy(dtype=object)
         packed = _packed(cells, f"column {column.name!r}")
@@ -272,12 +278,12 @@ def _column_source(column: pd.Series[Any]) -> Any:
 def _index_source(index: pd.Index[Any]) -> Any:
     if isinstance(index, pd.MultiIndex):
         levels = [
-            _Coded(np.asarray(codes), _index_source(level), np.nan)
+            _Coded(np.asarray(codes), _index_source(level))
             for codes, level in zip(index.codes, index.levels, strict=True)
         ]
         return _Labels(levels)
     if isinstance(index, pd.CategoricalIndex):
-        return _Coded(index.codes, _index_source(index.categories), np.nan)
+        return _Coded(index.codes, _index_source(index.categories))
     if _holds_objects(index.dtype):
         packed = _packed(index.to_numpy(dtype=object), f"index {index.name!r}")
         return index if packed is None else packed
@@ -296,14 +302,14 @@ def _packs(source: Any) -> bool:
         return any(map(_packs, source.levels))
     if isinstance(source, _Coded):
         return _packs(source.values)
-    return isinstance(source, _Packed)
+    return isinstance(source, Packed)
 
 
 def _array_of(source: Any, count: int, dtype: Any) -> Any:
     """Return a whole column of a source, in its dtype."""
     if isinstance(source, _Coded):
         return pd.Categorical.from_codes(source.codes, dtype=dtype)
-    if not isinstance(source, _Packed):
+    if not isinstance(source, Packed):
         return source
     cells = np.empty(count, object)
     for i in range(count):
@@ -327,16 +333,15 @@ def _index_of(source: Any, count: int, template: pd.Index[Any]) -> pd.Index[Any]
 class _Coded:
     """Cells that are codes into values: a categorical column, or a level of a MultiIndex."""
 
-    __slots__ = ("codes", "missing", "values")
+    __slots__ = ("codes", "values")
 
-    def __init__(self, codes: npt.NDArray[Any], values: Any, missing: Any) -> None:
+    def __init__(self, codes: npt.NDArray[Any], values: Any) -> None:
         self.codes = codes
         self.values = values
-        self.missing = missing
 
     def __getitem__(self, i: int) -> Any:
         code = self.codes[i]
-        return self.missing if code < 0 else self.values[code]
+        return np.nan if code < 0 else self.values[code]
 
 
 class _Labels:
@@ -351,64 +356,9 @@ class _Labels:
         return tuple([level[i] for level in self.levels])
 
 
-# --- Packing -----------------------------------------------------------------------------------
-
-_STR: Final = 0
-_BYTES: Final = 1
-_PICKLE: Final = 2
-_FIRST_CONSTANT: Final = 3
-_CONSTANTS: Final = (None, np.nan, pd.NA, pd.NaT, True, False)
-
-_CHUNK_CELLS: Final = 65_536
-_LARGE_CELL_NBYTES: Final = 32_768
-"""From this mean size on, the one page copied for a cell's header weighs an eighth or less."""
-
-_SHARED_CELL_NBYTES: Final = 64
-"""From this size on, an object that several rows share is worth remembering."""
-
-
-class _Packed:
-    """Cells in one block of bytes, which no read of a cell changes.
-
-    Args:
-        data: The encoded cells.
-        bounds: int64, where each cell begins and ends in ``data``: shape ``(count + 1,)`` if the
-            cells lie side by side, else ``(2, count)``.
-        kinds: uint8, how each cell is encoded; None if all are strings.
-    """
-
-    __slots__ = ("_bounds", "_data", "_ends", "_kinds", "_starts")
-
-    def __init__(
-        self,
-        data: bytes,
-        bounds: npt.NDArray[np.int64],
-        kinds: npt.NDArray[np.uint8] | None,
-    ) -> None:
-        self._data = data
-        self._bounds = bounds
-        starts, ends = (bounds[:-1], bounds[1:]) if bounds.ndim == 1 else bounds
-        # A memoryview gives plain integers, in a third of the time that an array gives its own.
-        self._starts, self._ends = starts.data, ends.data
-        self._kinds = None if kinds is None else kinds.tobytes()
-
-    def __getitem__(self, i: int) -> Any:
-        kind = _STR if self._kinds is None else self._kinds[i]
-        if kind >= _FIRST_CONSTANT:
-            return _CONSTANTS[kind - _FIRST_CONSTANT]
-        content = self._data[self._starts[i] : self._ends[i]]
-        if kind == _STR:
-            return content.decode("utf-8", "surrogatepass")
-        return content if kind == _BYTES else pickle.loads(content)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        kinds = None if self._kinds is None else np.frombuffer(self._kinds, np.uint8)
-        return _Packed, (self._data, self._bounds, kinds)
-
-
-def _packed(cells: npt.NDArray[Any], name: str) -> _Packed | None:
+def _packed(cells: npt.NDArray[Any], name: str) -> Packed | None:
     """Pack the cells of an object array; None where they are better left as they are."""
-    packer = _Packer()
+    packer = Packer()
     for start in range(0, len(cells), _CHUNK_CELLS):
         try:
             packer.add(cells[start : start + _CHUNK_CELLS].tolist())
@@ -426,96 +376,3 @@ def _packed(cells: npt.NDArray[Any], name: str) -> _Packed | None:
     if packer.nbytes > _LARGE_CELL_NBYTES * max(1, len(cells)):
         return None
     return packer.finish()
-
-
-class _Packer:
-    """Gathers encoded cells, a chunk at a time."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._blocks: list[bytes] = []
-        self._starts: list[npt.NDArray[np.int64]] = []
-        self._ends: list[npt.NDArray[np.int64]] = []
-        self._kinds: list[npt.NDArray[np.uint8]] = []
-        self._side_by_side = True
-        # Where the pickle of an object lies, so that one that many rows share is kept once.
-        self._known: dict[int, tuple[int, int]] = {}
-
-    def add(self, cells: list[Any]) -> None:
-        """Add cells, whose objects must live until :meth:`finish`."""
-        if set(map(type, cells)) == {str}:
-            self._add_strings(cells)
-        else:
-            self._add_mixed(cells)
-
-    def _add_strings(self, cells: list[str]) -> None:
-        joined = "".join(cells)
-        if joined.isascii():
-            block = joined.encode("ascii")
-        else:
-            cells = [cell.encode("utf-8", "surrogatepass") for cell in cells]  # type: ignore[misc]
-            block = b"".join(cells)  # type: ignore[arg-type]
-        ends = self.nbytes + np.cumsum(np.fromiter(map(len, cells), np.int64, len(cells)))
-        starts = np.concatenate([[self.nbytes], ends[:-1]])
-        self._append(block, starts, ends, np.full(len(cells), _STR, np.uint8))
-
-    def _add_mixed(self, cells: list[Any]) -> None:
-        constants = {id(constant): k for k, constant in enumerate(_CONSTANTS, _FIRST_CONSTANT)}
-        blocks: list[bytes] = []
-        starts, ends, kinds = [], [], bytearray()
-        position = self.nbytes
-        for cell in cells:
-            content = b""
-            constant = constants.get(id(cell))
-            if constant is not None:
-                kind = constant
-            elif type(cell) is str:
-                kind, content = _STR, cell.encode("utf-8", "surrogatepass")
-            elif type(cell) is bytes:
-                kind, content = _BYTES, cell
-            else:
-                kind = _PICKLE
-                known = self._known.get(id(cell))
-                if known is not None:
-                    starts.append(known[0])
-                    ends.append(known[1])
-                    kinds.append(kind)
-                    self._side_by_side = False
-                    continue
-                content = pickle.dumps(cell, pickle.HIGHEST_PROTOCOL)
-                if len(content) >= _SHARED_CELL_NBYTES:
-                    self._known[id(cell)] = (position, position + len(content))
-            starts.append(position)
-            position += len(content)
-            ends.append(position)
-            kinds.append(kind)
-            blocks.append(content)
-        self._append(
-            b"".join(blocks),
-            np.array(starts, np.int64),
-            np.array(ends, np.int64),
-            np.frombuffer(bytes(kinds), np.uint8),
-        )
-
-    def _append(
-        self,
-        block: bytes,
-        starts: npt.NDArray[np.int64],
-        ends: npt.NDArray[np.int64],
-        kinds: npt.NDArray[np.uint8],
-    ) -> None:
-        self._blocks.append(block)
-        self._starts.append(starts)
-        self._ends.append(ends)
-        self._kinds.append(kinds)
-        self.nbytes += len(block)
-
-    def finish(self) -> _Packed:
-        none = [np.empty(0, np.int64)]
-        ends = np.concatenate(self._ends or none)
-        if self._side_by_side:
-            bounds = np.concatenate([np.zeros(1, np.int64), ends])
-        else:
-            bounds = np.stack([np.concatenate(self._starts), ends])
-        kinds = np.concatenate(self._kinds or [np.empty(0, np.uint8)])
-        return _Packed(b"".join(self._blocks), bounds, kinds if kinds.any() else None)

@@ -21,6 +21,7 @@ pytest.importorskip("PIL", reason="hydrax.image needs Pillow")
 
 from PIL import Image, ImageCms, ImageFile, PngImagePlugin
 
+from hydrax import _image_open
 from hydrax import image as hi
 from hydrax.errors import HydraxError, ImageError
 from hydrax.image import Coefs, open_srgb
@@ -518,7 +519,7 @@ def test_every_mode_can_be_asked_of_every_image(kind: str) -> None:
     sources = ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"]
     for source in sources if kind == "PNG" else [*sources, "CMYK", "LAB", "F", "I"]:
         content = saved(Image.new(source, (3, 2)), kind)
-        for mode in hi._MODES:
+        for mode in _image_open._MODES:
             result = open_srgb(content, mode=mode)
             assert result.mode == mode
             assert result.size == (3, 2)
