@@ -171,7 +171,9 @@ enum hx_status hx_arena_create(const struct hx_arena_config *config, struct hx_a
     if (ftruncate(arena->memory_fd, (off_t)header.total_nbytes) != 0)
         goto cleanup;
     /* The tables are reserved now, so that writing them can never be a bus error. */
-    error = posix_fallocate(arena->memory_fd, 0, (off_t)header.data_offset);
+    do {
+        error = posix_fallocate(arena->memory_fd, 0, (off_t)header.data_offset);
+    } while (error == EINTR);
     if (error != 0) {
         errno = error;
         status = error == ENOSPC || error == ENOMEM ? HX_NO_MEMORY : HX_SYSTEM;
@@ -297,7 +299,7 @@ void hx_arena_kick(struct hx_arena *arena)
 void hx_arena_lock(struct hx_arena *arena)
 {
     /* The tables are consistent at every instruction in the sense that a dead holder can at most
-     * leave items claimed that nobody loads; the trainer hears of the death by pidfd. */
+     * leave items claimed that nobody loads, or a plan opened twice; the trainer hears of the death by pidfd. */
     if (pthread_mutex_lock(&arena->header->mutex) == EOWNERDEAD)
         pthread_mutex_consistent(&arena->header->mutex);
 }

@@ -84,7 +84,6 @@ struct hx_slot {
 /* What a worker is doing; written by the worker, read by the trainer for its messages. */
 struct hx_worker {
     _Alignas(HX_CACHE_LINE) _Atomic uint32_t is_started; /* the start-up function has returned */
-    _Atomic uint32_t is_waiting;                         /* counted in idle_workers */
     _Atomic uint32_t slot;                               /* being filled, or HX_NO_SLOT */
     _Atomic uint32_t first;                              /* the run: first item */
     _Atomic uint32_t count;                              /* the run: items */

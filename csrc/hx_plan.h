@@ -26,7 +26,7 @@ enum hx_status hx_plan_publish(struct hx_arena *arena, const struct hx_plan *pla
  *
  * Ownership: on HX_OK the caller owns the run's items and ends with hx_run_complete() or
  *            hx_run_fail().
- * Returns:   HX_OK, HX_NOTHING, HX_CLOSED, HX_NO_MEMORY (the run is ended as failed already).
+ * Returns:   HX_OK, HX_NOTHING, HX_CLOSED, HX_NO_MEMORY or HX_SYSTEM (the run is ended as failed already).
  */
 enum hx_status hx_run_claim(struct hx_arena *arena, uint32_t worker, struct hx_run *out);
 

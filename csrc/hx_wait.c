@@ -1,4 +1,4 @@
-/* Waiting: a worker for work, the trainer for a batch, a guard for the trainer's end. */
+/* Waiting: a worker for work, the trainer for a batch. */
 #include "hx_wait.h"
 
 #include <errno.h>
@@ -53,12 +53,10 @@ enum hx_status hx_worker_next(struct hx_arena *arena, uint32_t worker, int train
                               uint64_t deadline, struct hx_run *out)
 {
     struct hx_header *header = arena->header;
-    struct hx_worker *record = &arena->workers[worker];
     enum hx_status status = hx_run_claim(arena, worker, out);
     while (status == HX_NOTHING) {
         /* Announce, then look again: whoever makes work available after this look sees the
          * announcement in hx_arena_wake_worker(). */
-        hx_store_relaxed_u32(&record->is_waiting, 1);
         hx_add_seq_cst_u32(&header->idle_workers, 1);
         status = hx_run_claim(arena, worker, out);
         if (status == HX_NOTHING && trainer_fd < 0 && atomic_exchange(&arena->is_kicked, 0))
@@ -69,7 +67,6 @@ enum hx_status hx_worker_next(struct hx_arena *arena, uint32_t worker, int train
                 status = HX_NOTHING; /* look again */
         }
         hx_sub_seq_cst_u32(&header->idle_workers, 1);
-        hx_store_relaxed_u32(&record->is_waiting, 0);
         if (status == HX_NOTHING)
             status = hx_run_claim(arena, worker, out);
     }

@@ -1,4 +1,4 @@
-/* Waiting: a worker for work, the trainer for a batch, a guard for the trainer's end.
+/* Waiting: a worker for work, the trainer for a batch.
  *
  * Every wait ends at its deadline, on close, on a signal and when the process on the other side
  * ends. Deadlines are absolute, CLOCK_MONOTONIC, in nanoseconds.
@@ -27,7 +27,8 @@ enum hx_status hx_worker_next(struct hx_arena *arena, uint32_t worker, int train
  * out_worker  on HX_WORKER_ENDED, which of the watched workers has ended
  *
  * GIL: not needed; may block, so call with the GIL released.
- * Returns: HX_OK, HX_TIMEOUT, HX_CLOSED, HX_INTERRUPTED, HX_WORKER_ENDED, HX_SYSTEM.
+ * Returns: HX_OK, HX_TIMEOUT, HX_CLOSED, HX_INTERRUPTED, HX_WORKER_ENDED, HX_NO_MEMORY,
+ *          HX_SYSTEM. One thread at a time.
  */
 enum hx_status hx_trainer_wait(struct hx_arena *arena, uint64_t serial, uint64_t deadline,
                                uint32_t *out, uint32_t *out_worker);

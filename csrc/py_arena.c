@@ -216,16 +216,13 @@ static PyObject *arena_claim(PyObject *object, PyObject *const *args, Py_ssize_t
         return NULL;
     }
     for (;;) {
-        status = hx_run_claim(arena, (uint32_t)worker, &run);
-        if (status == HX_NOTHING) {
-            Py_BEGIN_ALLOW_THREADS status =
-                hx_worker_next(arena, (uint32_t)worker, (int)trainer_fd, deadline, &run);
-            Py_END_ALLOW_THREADS
-        }
-        if (status == HX_INTERRUPTED && PyErr_CheckSignals() != 0)
-            return NULL;
-        if (status == HX_INTERRUPTED && trainer_fd < 0)
-            return Py_NewRef(Py_None); /* a trainer that loads itself may have been asked to stop */
+        /* Without the GIL from the start: a slot's pages may have to be reserved. */
+        Py_BEGIN_ALLOW_THREADS status =
+            hx_worker_next(arena, (uint32_t)worker, (int)trainer_fd, deadline, &run);
+        Py_END_ALLOW_THREADS if (status == HX_INTERRUPTED && PyErr_CheckSignals() != 0) return NULL;
+        /* A trainer that loads itself may have been asked to stop, or has a failed batch to see. */
+        if (trainer_fd < 0 && (status == HX_INTERRUPTED || status == HX_NO_MEMORY))
+            return Py_NewRef(Py_None);
         /* Without memory the batch has failed and says so; the next one may do better. */
         if (status != HX_INTERRUPTED && status != HX_NO_MEMORY)
             break;
@@ -285,15 +282,17 @@ static PyObject *arena_worker_state(PyObject *object, PyObject *argument)
     record = &arena->workers[worker];
     slot_index = hx_load_acquire_u32(&record->slot);
     if (slot_index == HX_NO_SLOT)
-        return Py_BuildValue("(OOOK)",
+        return Py_BuildValue("(OOOKK)",
                              hx_load_relaxed_u32(&record->is_started) ? Py_True : Py_False, Py_None,
-                             Py_None, (unsigned long long)hx_load_relaxed_u64(&record->item_count));
+                             Py_None, (unsigned long long)hx_load_relaxed_u64(&record->item_count),
+                             (unsigned long long)hx_load_relaxed_u64(&record->busy_ns));
     slot = &arena->slots[slot_index];
-    return Py_BuildValue("(O(KI)dK)", hx_load_relaxed_u32(&record->is_started) ? Py_True : Py_False,
-                         (unsigned long long)slot->plan.serial,
-                         (unsigned int)hx_load_relaxed_u32(&record->item),
-                         (double)(hx_now_ns() - hx_load_relaxed_u64(&record->since_ns)) * 1e-9,
-                         (unsigned long long)hx_load_relaxed_u64(&record->item_count));
+    return Py_BuildValue(
+        "(O(KI)dKK)", hx_load_relaxed_u32(&record->is_started) ? Py_True : Py_False,
+        (unsigned long long)slot->plan.serial, (unsigned int)hx_load_relaxed_u32(&record->item),
+        (double)(hx_now_ns() - hx_load_relaxed_u64(&record->since_ns)) * 1e-9,
+        (unsigned long long)hx_load_relaxed_u64(&record->item_count),
+        (unsigned long long)hx_load_relaxed_u64(&record->busy_ns));
 }
 
 static PyObject *arena_slot_states(PyObject *object, PyObject *unused)
@@ -367,14 +366,15 @@ static PyMethodDef arena_methods[] = {
     {"claim", (PyCFunction)(void (*)(void))arena_claim, METH_FASTCALL,
      "claim(worker, trainer_fd, deadline_ns, /)\n--\n\n"
      "Wait for items to load: a Run, or None on close, at the deadline, or, where trainer_fd is\n"
-     "-1, when a signal or kick() came."},
+     "-1, when a signal or kick() came or a batch failed for want of memory."},
     {"close", arena_close, METH_NOARGS, "close()\n--\n\nEnd all waits in all processes."},
     {"kick", arena_kick, METH_NOARGS, "kick()\n--\n\nEnd the current or next wait()."},
     {"set_started", arena_set_started, METH_O,
      "set_started(worker, /)\n--\n\nSay that a worker has done its start-up."},
     {"worker_state", arena_worker_state, METH_O,
      "worker_state(worker, /)\n--\n\n"
-     "(is started, (serial, item) or None, seconds in the run or None, items loaded so far)."},
+     "(is started, (serial, item) or None, seconds in the run or None, items loaded so far,\n"
+     "nanoseconds in runs so far)."},
     {"slot_states", arena_slot_states, METH_NOARGS, "slot_states()\n--\n\nState of each slot."},
     {NULL, NULL, 0, NULL},
 };

@@ -52,6 +52,7 @@ PyObject *core_start_guard(PyObject *module, PyObject *argument);
 PyObject *core_take_slices(PyObject *module, PyObject *argument);
 PyObject *core_random_capsule(PyObject *module, PyObject *inner);
 PyObject *core_random_choose_inner(PyObject *module, PyObject *unused);
+PyObject *core_random_restart(PyObject *module, PyObject *unused);
 PyObject *core_random_take_seed(PyObject *module, PyObject *unused);
 
 /* End a heap type's instance: free it and drop its reference to the type. */

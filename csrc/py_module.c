@@ -58,6 +58,7 @@ PyDoc_STRVAR(choose_inner_doc,
              "random_choose_inner()\n--\n\n"
              "Draw from the inner generator until the next item begins.\n\n"
              "Returns the item's seed in 32 bits, or None if it was chosen already.");
+PyDoc_STRVAR(restart_doc, "random_restart()\n--\n\nBegin the current item anew.");
 PyDoc_STRVAR(take_seed_doc, "random_take_seed()\n--\n\n"
                             "The seed of the current item, once per item; then None.");
 
@@ -68,6 +69,7 @@ static PyMethodDef core_functions[] = {
     {"take_slices", core_take_slices, METH_O, slices_doc},
     {"random_capsule", core_random_capsule, METH_O, capsule_doc},
     {"random_choose_inner", core_random_choose_inner, METH_NOARGS, choose_inner_doc},
+    {"random_restart", core_random_restart, METH_NOARGS, restart_doc},
     {"random_take_seed", core_random_take_seed, METH_NOARGS, take_seed_doc},
     {NULL, NULL, 0, NULL},
 };
@@ -103,6 +105,7 @@ static int core_exec(PyObject *module)
     if (PyModule_AddIntConstant(module, "TIMED_OUT", -1) < 0 ||
         PyModule_AddIntConstant(module, "INTERRUPTED", -2) < 0 ||
         PyModule_AddIntConstant(module, "CLOSED", -3) < 0 ||
+        PyModule_AddIntConstant(module, "SLOT_LEASED", HX_SLOT_LEASED) < 0 ||
         PyModule_AddIntConstant(module, "TRAINING", HX_PLAN_TRAINING) < 0 ||
         PyModule_AddIntConstant(module, "VALIDATION", HX_PLAN_VALIDATION) < 0 ||
         PyModule_AddIntConstant(module, "RECORD_ADDITIONAL", HX_RECORD_ADDITIONAL) < 0 ||

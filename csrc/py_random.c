@@ -44,6 +44,13 @@ PyObject *core_random_choose_inner(PyObject *module, PyObject *unused)
     return PyLong_FromUnsignedLongLong(item_seed & UINT32_MAX);
 }
 
+PyObject *core_random_restart(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return PyBool_FromLong(core_random_begin(item_seed));
+}
+
 PyObject *core_random_take_seed(PyObject *module, PyObject *unused)
 {
     (void)module;

@@ -13,6 +13,7 @@ from hydrax._datagroup import DataGroup
 from hydrax._dataloader import Dataloader
 from hydrax._references import debug_batch_references
 from hydrax._specs import ArrayLayout
+from hydrax._stats import LoaderStats, WorkerStats
 from hydrax._version import __version__
 from hydrax.errors import (
     ArenaMemoryError,
@@ -38,6 +39,7 @@ __all__ = [
     "ImageError",
     "LoaderContext",
     "LoaderError",
+    "LoaderStats",
     "StateError",
     "TrainingBatch",
     "UnwrittenArrayError",
@@ -45,6 +47,7 @@ __all__ = [
     "ValueRangeError",
     "WorkerDiedError",
     "WorkerStartError",
+    "WorkerStats",
     "__version__",
     "debug_batch_references",
     "is_worker",

@@ -70,8 +70,10 @@ def enter_worker(index: int) -> None:
     _worker_index = index
 
 
-def set_run(run: _core.Run | None, training_group_count: int) -> None:
-    """Set, or with None clear, the run whose items are being loaded."""
+def set_run(run: _core.Run | None, training_group_count: int) -> tuple[_core.Run | None, int]:
+    """Set, or with None clear, the run whose items are being loaded; returns what was set."""
     global _run, _training_group_count
+    previous = _run, _training_group_count
     _run = run
     _training_group_count = training_group_count
+    return previous

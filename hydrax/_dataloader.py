@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import weakref
 from collections import deque
@@ -22,9 +23,10 @@ from hydrax._records import describe_item, read_records
 from hydrax._schedule import GroupOrder, PlannedBatch, Schedule, Validation
 from hydrax._specs import ArrayLayout, lay_out, placed_specs
 from hydrax._state import make_state, read_state, schedule_facts
+from hydrax._stats import LoaderStats, WorkerStats
 from hydrax._waiting import BatchWaiter
 from hydrax._workers import StartMethod, WorkerPool
-from hydrax.errors import ArenaMemoryError, WorkerDiedError
+from hydrax.errors import ArenaMemoryError, LoaderError, WorkerDiedError
 
 if TYPE_CHECKING:
     import jax
@@ -94,6 +96,10 @@ class Dataloader(Generic[D]):
             dict with a sequence of one value per item under each key, or None.
         debug: Whether to check that the loader function fills its arrays, at the price of calling
             it again where in doubt. Also switched on by ``HYDRAX_DEBUG=1`` in the environment.
+        on_error: What becomes of a batch of which an item could not be loaded. ``"raise"``:
+            ``next`` raises the :class:`LoaderError`. ``"drop_batch"``: the batch is left out, which
+            is logged with its cause and counted in :meth:`stats`. A callable is called with the
+            error; if it returns, the batch is dropped.
 
     Raises:
         TypeError: An argument is of the wrong kind.
@@ -134,6 +140,7 @@ class Dataloader(Generic[D]):
         start_method: StartMethod = "fork",
         batched: bool = False,
         debug: bool = False,
+        on_error: Literal["raise", "drop_batch"] | Callable[[LoaderError], object] = "raise",
     ) -> None:
         if _context.is_worker():
             raise RuntimeError(
@@ -151,6 +158,11 @@ class Dataloader(Generic[D]):
             raise ValueError(
                 f"start_method is {start_method!r}; expected one of {', '.join(_START_METHODS)}"
             )
+        if not callable(on_error) and on_error not in ("raise", "drop_batch"):
+            raise ValueError(
+                f"on_error is {on_error!r}; expected 'raise', 'drop_batch' or a callable"
+            )
+        self._on_error = on_error
         self._depth = check_int("depth", depth, minimum=1, maximum=2**20)
         self._loader_count = check_int("loader_count", loader_count, minimum=0, maximum=2**12)
         check_int("cacher_count", cacher_count, minimum=0)
@@ -218,9 +230,16 @@ class Dataloader(Generic[D]):
         self._next_planned: PlannedBatch | None = next(self._planner, None)
         self._pending: deque[PlannedBatch] = deque()
         self._fatal_error: WorkerDiedError | None = None
+        self._next_lock = threading.Lock()
         self._interrupted = False
         self._interrupt_handler = InterruptHandler(self.interrupt)
         self._idle_ns = 0
+        self._reset_counts()
+
+    def _reset_counts(self) -> None:
+        self._batches_delivered = self._items_delivered = 0
+        self._batches_dropped = self._items_dropped = self._last_dropped_items = 0
+        self._entered_ns = time.monotonic_ns()
 
     def _lay_out_slots(self) -> tuple[list[Mapping[str, ArrayLayout]], int]:
         """Layouts of each group's arrays in a slot, and the bytes of the largest."""
@@ -299,8 +318,9 @@ class Dataloader(Generic[D]):
     def interrupt(self) -> None:
         """Stop the flow of batches: the next ``next()`` ends the iteration. From any thread."""
         self._interrupted = True
-        if self._arena is not None:
-            self._arena.kick()
+        arena = self._arena  # the block may be left at the same time
+        if arena is not None:
+            arena.kick()
 
     def idle_usec(self) -> int:
         """Microseconds that ``next`` has waited since the last call of this.
@@ -310,6 +330,44 @@ class Dataloader(Generic[D]):
         """
         idle_ns, self._idle_ns = self._idle_ns, 0
         return idle_ns // 1000
+
+    def stats(self) -> LoaderStats:
+        """Counts and times so far, and in plain words whether loading keeps up.
+
+        Raises:
+            RuntimeError: The block has not been entered, or has been left.
+
+        Example:
+            >>> import hydrax
+            >>> group = hydrax.DataGroup(2, range(8), loader_arrays={"x": ((), "i4", "i4")})
+            >>> def load(number, arrays, seed):
+            ...     arrays["x"][...] = 100 // (number - 5)
+            >>> with hydrax.Dataloader(
+            ...     load, group, end_at=("epoch", 1), on_error="drop_batch"
+            ... ) as dataloader:
+            ...     for batch in dataloader:
+            ...         del batch
+            ...     stats = dataloader.stats()
+            >>> stats.batches_delivered, stats.batches_dropped, stats.items_dropped
+            (3, 1, 2)
+        """
+        if self._waiter is None or self._arena is None:
+            raise RuntimeError("a Dataloader has statistics inside its with block only")
+        elapsed_ns = max(time.monotonic_ns() - self._entered_ns, 1)
+        workers = []
+        for index, pid in enumerate(self._pool.pids if self._pool is not None else ()):
+            *_, item_count, busy_ns = self._arena.worker_state(index)
+            workers.append(WorkerStats(pid, item_count, busy_ns * 1e-9, busy_ns / elapsed_ns))
+        return LoaderStats(
+            self._batches_delivered,
+            self._items_delivered,
+            self._batches_dropped,
+            self._items_dropped,
+            elapsed_ns * 1e-9,
+            self._waiter.starved_ns * 1e-9,
+            self._waiter.blocked_ns * 1e-9,
+            tuple(workers),
+        )
 
     def get_state(self) -> dict[str, Any]:
         """Where the delivery of batches stands, to go on from there in this or another process.
@@ -364,8 +422,15 @@ class Dataloader(Generic[D]):
         self._planner = self._schedule.batches(position)
         self._next_planned = next(self._planner, None)
         self._pending.clear()
+        self._fatal_error = None
+        self._interrupted = False
+        self._interrupt_handler.reset()
         if is_entered:
-            self._start_loading()
+            try:
+                self._start_loading()
+            except BaseException:
+                self._close()
+                raise
 
     def _schedule_facts(self) -> dict[str, Any]:
         """What must be the same for a state to mean the same batches."""
@@ -379,9 +444,9 @@ class Dataloader(Generic[D]):
             )
         self._place = self._choose_placement()
         try:
+            _entered.add(self)  # first, so that a process forked meanwhile leaves it alone
             self._start_loading()
             self._interrupt_handler.install()
-            _entered.add(self)
         except BaseException:
             self._close()
             raise
@@ -395,8 +460,10 @@ class Dataloader(Generic[D]):
             raise ArenaMemoryError(
                 f"the arena of {format_nbytes(self.arena_nbytes)} could not be made: {error}"
             ) from error
-        self._memory = range(self._arena.address, self._arena.address + self._arena.nbytes)
+        address = self._arena.address
+        self._memory = range(address, address + memoryview(self._arena).nbytes)
         self._state = "running"
+        self._reset_counts()
         self._plan_ahead()
         if self._loader_count == 0:
             if self._inline is None and self._job.startup_func is not None:
@@ -414,7 +481,7 @@ class Dataloader(Generic[D]):
             )
             self._pool.start()
             loading = self._pool
-        self._waiter = BatchWaiter(self._arena, loading, self._timeout_s, self._describe_item)
+        self._waiter = BatchWaiter(self._arena, loading, self._timeout_s)
 
     def _stop_loading(self) -> None:
         """End the workers. Arrays that are still held keep the arena alive."""
@@ -442,6 +509,7 @@ class Dataloader(Generic[D]):
         try:
             self._stop_loading()
         finally:
+            self._arena = None  # arrays that still live keep its memory
             self._interrupt_handler.restore()
             self._inline = None
             self._waiter = None
@@ -467,6 +535,26 @@ class Dataloader(Generic[D]):
         return self
 
     def __next__(self) -> Batch[D]:
+        while True:
+            if not self._next_lock.acquire(blocking=False):
+                raise RuntimeError(
+                    "next() is running already, in another thread or around this loader function"
+                )
+            try:
+                result = self._next_result()
+            finally:
+                self._next_lock.release()
+            if isinstance(result, Batch):
+                return result
+            if not isinstance(result, LoaderError) or self._on_error == "raise":
+                try:
+                    raise result
+                finally:
+                    del result  # or the error and this frame would hold each other
+            self._drop(result)
+
+    def _next_result(self) -> Batch[D] | Exception:
+        """The next batch, or the error that stands in its place."""
         if self._state != "running":
             self._refuse_next()
         self._check_interrupted()
@@ -487,20 +575,33 @@ class Dataloader(Generic[D]):
             pending.remove(planned)
         self._plan_ahead()
         self._position = planned.following
-        if not lease.has_records:
-            return self._deliver(planned, lease, None)
-        additional = read_records(
-            planned,
-            self._groups[planned.group_number],
-            lease.records(),
-            is_batched=self._job.is_batched,
-            inline=self._inline,
-        )
-        if isinstance(additional, Exception):
-            # An exception that is kept keeps this frame, which must not keep the slot.
-            del lease
-            raise additional
-        return self._deliver(planned, lease, additional)
+        additional: dict[str, list[Any]] | None = None
+        if lease.has_records:
+            # The traceback of an error that is kept keeps frames, which must not keep the slot.
+            read = read_records(
+                planned,
+                self._groups[planned.group_number],
+                lease.records(),
+                is_batched=self._job.is_batched,
+                inline=self._inline,
+            )
+            if isinstance(read, Exception):
+                self._last_dropped_items = planned.valid_count
+                del lease
+                return read
+            additional = read
+        batch = self._deliver(planned, lease, additional)
+        self._batches_delivered += 1
+        self._items_delivered += planned.valid_count
+        return batch
+
+    def _drop(self, error: LoaderError) -> None:
+        """Leave out a batch that has failed, as on_error says; log it and count it."""
+        if callable(self._on_error):
+            self._on_error(error)  # it may raise
+        logger.warning("a batch is dropped: %s", str(error))  # no record is to keep the error
+        self._batches_dropped += 1
+        self._items_dropped += self._last_dropped_items
 
     def _refuse_next(self) -> NoReturn:
         if self._state == "new":
@@ -525,7 +626,7 @@ class Dataloader(Generic[D]):
         assert self._waiter is not None
         start = time.monotonic_ns()
         try:
-            return self._waiter.wait(serial, self._check_interrupted)
+            return self._waiter.wait(serial, self._check_interrupted, self._describe_item)
         except WorkerDiedError as error:
             self._fatal_error = error
             self._state = "ended"

@@ -69,6 +69,10 @@ class InterruptHandler:
             self._count = 1
             raise KeyboardInterrupt
 
+    def reset(self) -> None:
+        """Forget the signals so far."""
+        self._count = 0
+
     def count(self) -> int:
         """Take notice of a signal; returns how many there have been."""
         self._count += 1
@@ -80,10 +84,13 @@ class InterruptHandler:
 
 def _handle(signum: int, frame: FrameType | None) -> None:
     handlers = list(_active)
-    if not handlers:
+    if handlers:
+        ends = max([handler.count() for handler in handlers]) >= 3
+    else:
+        # Left behind by a Dataloader that was left off the main thread.
+        ends = _previous == signal.SIG_DFL
         if callable(_previous):
             _previous(signum, frame)
-        return
-    if max([handler.count() for handler in handlers]) >= 3:
+    if ends:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)

@@ -116,7 +116,7 @@ class ItemLoader:
         too, and goes on in the main process, where it means something.
         """
         group = self._job.groups[run.group]
-        _context.set_run(run, self._job.training_group_count)
+        previous = _context.set_run(run, self._job.training_group_count)
         try:
             load = self._load_batched if self._job.is_batched else self._load_items
             results = load(run, group)
@@ -128,9 +128,6 @@ class ItemLoader:
                     item = run.first + self._unpicklable(results)
                     raise _ItemError(item, "sending the result of") from error
             run.complete(payload)
-        except MemoryError as error:
-            self.last_error = error
-            self.fail(run, error, "keeping the results of")
         except _ItemError as failed:
             cause = failed.__cause__
             assert cause is not None
@@ -139,8 +136,13 @@ class ItemLoader:
             run.fail(failed.item, pickle.dumps(tuple(failure)))
             if not _context.is_worker() and not isinstance(cause, Exception):
                 raise cause from None
+        except BaseException as error:  # no room for the results, or a signal's handler raised
+            self.last_error = error
+            self.fail(run, error, "keeping the results of")
+            if not _context.is_worker() and not isinstance(error, Exception):
+                raise
         finally:
-            _context.set_run(None, 0)
+            _context.set_run(*previous)
 
     def fail(self, run: _core.Run, error: BaseException, stage: str) -> None:
         """End a run as failed without loading it."""
@@ -175,7 +177,7 @@ class ItemLoader:
         has_results = False
         try:
             if self._job.is_debug:
-                loader = _poisoning(loader)
+                loader = _poisoning(loader, self._random.forget)
             for index, view, seed, item_seed in zip(indices, views, given, seeds, strict=True):
                 if begin(item, item_seed):
                     forget()
@@ -184,7 +186,7 @@ class ItemLoader:
                     if not has_results:
                         results.extend([None] * (item - run.first - len(results)))
                         has_results = True
-                    results.append(_checked_result(result))
+                    results.append(_own_result(_checked_result(result)))
                 elif has_results:
                     results.append(None)
                 item += 1
@@ -222,7 +224,7 @@ class ItemLoader:
                 self._random.forget()
             loader = self._job.loader_func
             if self._job.is_debug:
-                loader = _poisoning(loader)
+                loader = _poisoning(loader, self._random.forget)
             descriptors = _descriptors(run, group.data)
             result = loader(
                 descriptors, MappingProxyType(parts), None if group.is_validation else seeds
@@ -318,6 +320,14 @@ def _convert_parts(
             raise _ItemError(first, "converting") from error
 
 
+def _own_result(result: Mapping[str, Any]) -> dict[str, Any]:
+    """A result that stays as it is while further items are loaded."""
+    return {
+        key: value.copy() if isinstance(value, np.ndarray) and value.base is not None else value
+        for key, value in result.items()
+    }
+
+
 def _checked_result(result: Any) -> Mapping[str, Any]:
     if not isinstance(result, Mapping):
         raise TypeError(
@@ -370,7 +380,7 @@ def _descriptors(run: _core.Run, data: Sequence[Any]) -> Sequence[Any]:
     return cast(Sequence[Any], indices)
 
 
-def _poisoning(loader: Callable[..., Any]) -> Callable[..., Any]:
+def _poisoning(loader: Callable[..., Any], forget: Callable[[], None]) -> Callable[..., Any]:
     """The loader function, with what it leaves unwritten made an error."""
 
     def checked(descriptor: Any, arrays: Arrays, seed: Any) -> Any:
@@ -379,6 +389,8 @@ def _poisoning(loader: Callable[..., Any]) -> Callable[..., Any]:
         suspected = _debug.suspects(arrays, _debug.PATTERNS[0])
         if suspected:
             _debug.poison(arrays, _debug.PATTERNS[1])
+            if _core.random_restart():
+                forget()
             result = loader(descriptor, arrays, seed)
             _debug.check_written(arrays, suspected)
         return result

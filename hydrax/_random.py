@@ -88,6 +88,8 @@ class _ItemSeededBits(np.random.MT19937):
 # numpy.random asks for the name before it takes or gives a state in its common form.
 _ItemSeededBits.__name__ = "MT19937"
 
+# One for the process, for good: the source behind it is the process's, too.
+_item_bits = _ItemSeededBits()
 _numpy_random: Any = np.random  # the functions for its bit generator are missing in its stubs
 _generator: Any = random._inst
 # Methods that are looked up on the instance once, when random is imported.
@@ -109,23 +111,24 @@ class ItemRandom:
     """
 
     def __init__(self) -> None:
-        self._bits = _ItemSeededBits()
         self._user_bits: Any = None
+        self._user_class: type[random.Random] = random.Random
         self._user_states: tuple[Any, Any] | None = None
 
     def install(self) -> None:
         """Put the item's generators in the place of the user's."""
         self._user_states = _generator.getstate(), np.random.get_state(legacy=False)
         self._user_bits = _numpy_random.get_bit_generator()
+        self._user_class = type(_generator)
         _generator.__class__ = _ItemSeededRandom
         for name in _BOUND_NAMES:
             setattr(random, name, getattr(_generator, name))
-        _numpy_random.set_bit_generator(self._bits)
+        _numpy_random.set_bit_generator(_item_bits)
 
     def uninstall(self) -> None:
         """Put the user's generators back as they were."""
         assert self._user_states is not None
-        _generator.__class__ = random.Random
+        _generator.__class__ = self._user_class
         for name in _BOUND_NAMES:
             setattr(random, name, getattr(_generator, name))
         _numpy_random.set_bit_generator(self._user_bits)
@@ -135,4 +138,4 @@ class ItemRandom:
 
     def forget(self) -> None:
         """Drop what NumPy keeps of an item's normal draws; call it after one that drew."""
-        _numpy_random.set_bit_generator(self._bits)
+        _numpy_random.set_bit_generator(_item_bits)

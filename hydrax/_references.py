@@ -26,9 +26,8 @@ def debug_batch_references() -> None:
     """
     gc.collect()
     lines: list[str] = []
-    frame = sys._getframe()
-    batches = [obj for obj in gc.get_objects() if isinstance(obj, Batch)]
-    ours = {id(batches), id(frame), id(lines)}
+    batches = list(filter(_is_batch, gc.get_objects()))
+    ours = {id(batches), id(lines)}
     for batch in batches:
         lines.append(repr(batch))
         lines.extend(_describe_referrers(batch, ours))
@@ -42,9 +41,15 @@ def debug_batch_references() -> None:
     sys.stdout.write("\n".join(lines or ["no batch memory is referred to"]) + "\n")
 
 
+def _is_batch(obj: Any) -> bool:
+    return isinstance(obj, Batch)
+
+
 def _arena_arrays() -> list[Any]:
     """All living jax.Arrays whose memory is an arena's."""
-    ranges = [(arena.address, arena.address + arena.nbytes) for arena in entered_arenas()]
+    ranges = [
+        (arena.address, arena.address + memoryview(arena).nbytes) for arena in entered_arenas()
+    ]
     if not ranges:
         return []
     import jax
@@ -63,7 +68,9 @@ def _arena_arrays() -> list[Any]:
 def _describe_referrers(obj: Any, ignored: set[int]) -> list[str]:
     lines = []
     for referrer in gc.get_referrers(obj):
-        if id(referrer) in ignored or referrer is sys._getframe():
+        if id(referrer) in ignored:
+            continue
+        if isinstance(referrer, types.FrameType) and referrer.f_code.co_filename == __file__:
             continue
         if isinstance(referrer, types.FrameType):
             names = [name for name, value in referrer.f_locals.items() if value is obj]

@@ -29,6 +29,7 @@ __all__ = ["pack_job", "serve", "start"]
 _LENGTH = struct.Struct("<Q")
 _NUMBER = struct.Struct("<q")
 _FORK, _REAP = b"F", b"R"
+_UNKNOWN = 2**32  # no exit code
 
 
 def pack_job(job: LoadJob) -> bytes:
@@ -124,10 +125,14 @@ def fork_worker(connection: socket.socket, index: int) -> int:
     return int(_NUMBER.unpack(_receive(connection, _NUMBER.size))[0])
 
 
-def reap_worker(connection: socket.socket, pid: int) -> int:
-    """Have the fork server collect a worker that has ended; returns its exit code."""
-    connection.sendall(_REAP + _NUMBER.pack(pid))
-    return int(_NUMBER.unpack(_receive(connection, _NUMBER.size))[0])
+def reap_worker(connection: socket.socket, pid: int) -> int | None:
+    """Have the fork server collect a worker that has ended; returns its exit code, if known."""
+    try:
+        connection.sendall(_REAP + _NUMBER.pack(pid))
+        answer = int(_NUMBER.unpack(_receive(connection, _NUMBER.size))[0])
+    except (OSError, EOFError):  # the server has ended; what it started is collected elsewhere
+        return None
+    return None if answer == _UNKNOWN else answer
 
 
 def _receive(connection: socket.socket, nbytes: int) -> bytes:
@@ -199,8 +204,11 @@ def _fork_on_demand(
         command = _receive(connection, 1)
         (number,) = _NUMBER.unpack(_receive(connection, _NUMBER.size))
         if command == _REAP:
-            _, status = os.waitpid(number, 0)
-            answer = os.waitstatus_to_exitcode(status)
+            try:
+                _, status = os.waitpid(number, 0)
+                answer = os.waitstatus_to_exitcode(status)
+            except ChildProcessError:  # the main module has SIGCHLD ignored
+                answer = _UNKNOWN
         else:
             answer = _fork_here(connection, arena, job, number, trainer_fd)
         connection.sendall(_NUMBER.pack(answer))

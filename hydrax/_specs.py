@@ -101,11 +101,6 @@ class ArraySpec:
     dtype: np.dtype[Any]
     jax_dtype: np.dtype[Any]
 
-    @property
-    def item_nbytes(self) -> int:
-        """Bytes of one item's array."""
-        return int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize
-
 
 def dlpack_code(dtype: np.dtype[Any]) -> int | None:
     """DLPack type code of a dtype, or None where XLA cannot take it through DLPack."""

@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -102,13 +103,15 @@ class WorkerPool:
             with contextlib.suppress(AttributeError, OSError, ValueError):
                 stream.flush()
         for index in range(self._count):
-            pid = self._fork(index, trainer_fd)
-            self._add(pid, lambda pid=pid: _wait_for(pid))  # type: ignore[misc]
+            # Signals wait until a fresh child is ready for them and this process knows of it.
+            with signals_held():
+                pid = self._fork(index, trainer_fd)
+                self._add(pid, lambda pid=pid: _wait_for(pid))  # type: ignore[misc]
 
     def _fork(self, index: int, trainer_fd: int) -> int:
         # The warnings say that a forked child must not use JAX or other threads' locks. A worker
         # does not, and the user did not write the call that they are about.
-        with signals_held(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             pid = os.fork()
             if pid == 0:
@@ -129,9 +132,10 @@ class WorkerPool:
         assert self._packed_job is not None
         connections = []
         for _ in range(self._count):
-            process, connection = _spawned.start()
-            self._resources.callback(connection.close)
-            self._add(process.pid, process.wait)
+            with signals_held():
+                process, connection = _spawned.start()
+                self._resources.callback(connection.close)
+                self._add(process.pid, process.wait)
             connections.append(connection)
         for index, connection in enumerate(connections):
             _spawned.introduce(connection, self._arena, trainer_fd, index, self._packed_job)
@@ -140,9 +144,10 @@ class WorkerPool:
 
     def _fork_all_from_server(self, trainer_fd: int) -> None:
         assert self._packed_job is not None
-        server, connection = _spawned.start()
-        self._resources.callback(server.wait)
-        self._resources.callback(connection.close)
+        with signals_held():
+            server, connection = _spawned.start()
+            self._resources.callback(_end_server, server)
+            self._resources.callback(connection.close)
         _spawned.introduce(connection, self._arena, trainer_fd, None, self._packed_job)
         _spawned.await_ready(connection, self._timeout_s)
         for index in range(self._count):
@@ -168,7 +173,7 @@ class WorkerPool:
         self._arena.watch(index, -1)
         exitcode = worker.reap()
         worker.reap = lambda: exitcode
-        _, item, _, _ = self._arena.worker_state(index)
+        _, item, *_ = self._arena.worker_state(index)
         doing = "" if item is None else f" while loading {describe(*item)}"
         return WorkerDiedError(
             f"loader process {index} (pid {worker.pid}) {_describe_exit(exitcode)}{doing}"
@@ -188,12 +193,22 @@ class WorkerPool:
         finally:
             # Also when a signal's handler raised while this was waiting.
             for fd in running:
-                signal.pidfd_send_signal(fd, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
             for index, worker in enumerate(workers):
                 self._arena.watch(index, -1)
                 worker.reap()
                 os.close(worker.pidfd)
             self._resources.close()
+
+
+def _end_server(server: subprocess.Popen[bytes]) -> None:
+    """Wait for a fork server that has lost its connection; it may still be importing."""
+    try:
+        server.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
 
 
 def _wait_for(pid: int) -> int | None:

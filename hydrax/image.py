@@ -15,7 +15,11 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageCms
+
+try:
+    from PIL import Image, ImageCms
+except ImportError as error:
+    raise ImportError("hydrax.image needs Pillow; install hydrax[image]") from error
 
 from hydrax import _image_open
 from hydrax._image_convert import (

@@ -15,9 +15,13 @@ from typing import Any, Final, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
-from hydrax._packing import Packed, Packer
+try:
+    import pandas as pd
+except ImportError as error:
+    raise ImportError("hydrax.pandas needs pandas; install hydrax[pandas]") from error
+
+from hydrax._pandas_packing import Packed, Packer
 
 __all__ = ["RowData"]
 

@@ -377,3 +377,23 @@ def test_two_loaders_in_one_process_draw_as_if_each_were_alone() -> None:
             for drawn, batch in zip(found, pair, strict=True):
                 drawn.extend(batch.additional["drawn"])
     assert found == alone
+
+
+def test_two_loaders_in_the_main_process_do_not_mix_their_seeded_generators() -> None:
+    def load(number, arrays, seed):  # type: ignore[no-untyped-def]
+        np.random.seed(5)
+        arrays["x"][...] = np.random.randint(10**6)
+
+    def make() -> Dataloader[int]:
+        group = DataGroup(4, range(40), loader_arrays={"x": ((), np.int32, np.int32)})
+        return Dataloader(load, group, loader_count=0)
+
+    np.random.seed(5)
+    expected = [np.random.randint(10**6)] * 4
+    with make() as first:
+        assert next(first).arrays["x"].tolist() == expected
+        with make() as second:
+            assert next(second).arrays["x"].tolist() == expected
+            assert next(first).arrays["x"].tolist() == expected
+        del second
+        assert next(first).arrays["x"].tolist() == expected
