@@ -38,7 +38,7 @@ pip := PYTHONWARNINGS=ignore $(bin)/python -m pip install --quiet
 .PHONY: help demo test check lint types sanitize docs wheel bench format clean
 
 help:
-	@echo 'make demo      train on images for a minute and draw what came out'
+	@echo 'make demo      train on images that loader processes decode, and draw what came out'
 	@echo 'make test      run the tests'
 	@echo 'make check     everything that has to pass: lint, types, sanitize, test'
 	@echo 'make lint      ruff, clang-format, and a build in which C warnings are errors'

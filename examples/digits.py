@@ -1,6 +1,6 @@
 """Train a small network on images of handwritten digits, loaded from PNG files by Hydrax.
 
-Writes scikit-learn's 1,797 digits as PNG files once, lets two worker processes decode and distort
+Writes scikit-learn's 1,797 digits as PNG files once, lets two loader processes decode and distort
 them while JAX trains, and draws what came out. Needs ``pip install 'hydrax[demo]'``.
 
 Usage:
@@ -347,7 +347,7 @@ def main() -> None:
     dataloader = make_dataloader(paths, epochs)
     print(f"Digits as PNG files: {len(paths):,} in {files}, {HELD_OUT} of them held out")
     print(
-        f"Loading: {WORKERS} worker processes, an arena of {dataloader.arena_nbytes / 1e3:,.0f} kB"
+        f"Loading: {WORKERS} loader processes, an arena of {dataloader.arena_nbytes / 1e3:,.0f} kB"
     )
     compile_steps()
     history = train(dataloader)

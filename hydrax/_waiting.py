@@ -143,6 +143,7 @@ class BatchWaiter:
         if isinstance(self._loading, WorkerPool):
             for index, pid in enumerate(self._loading.pids):
                 lines.append(self._describe_worker(index, pid, describe))
+            lines.append("a loader function that uses JAX stops for ever; it must use NumPy")
         return "\n".join(lines)
 
     def _describe_worker(self, index: int, pid: int, describe: Describe) -> str:
