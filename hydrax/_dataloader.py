@@ -446,6 +446,15 @@ class Dataloader(Generic[D]):
                 "this Dataloader has been entered before; make a new one, with start_at to go on "
                 "where this one ended"
             )
+        for group in self._groups:
+            rest = len(group) % group.batch_size
+            if rest and group.remainder == "drop":
+                logger.info(
+                    "%d of %d items do not fill a last batch and are left out of each epoch; "
+                    "DataGroup(remainder='pad') or 'short' keeps them",
+                    rest,
+                    len(group),
+                )
         self._place = self._choose_placement()
         try:
             _entered.add(self)  # first, so that a process forked meanwhile leaves it alone

@@ -1,3 +1,5 @@
+import logging
+
 import jax
 import numpy as np
 import pytest
@@ -68,8 +70,20 @@ def test_pad_fills_up_from_a_single_item():
     assert last.valid_count == 1
 
 
-def test_drop_leaves_the_rest_out():
-    assert [list(batch.indices) for batch in batches("drop")][:2] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+def test_drop_leaves_the_rest_out_and_says_so_once(caplog):
+    with caplog.at_level(logging.INFO, "hydrax"):
+        found = batches("drop")
+    assert [list(batch.indices) for batch in found][:2] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    said = [message for message in caplog.messages if "left out" in message]
+    assert len(said) == 1
+    assert "2 of 10 items" in said[0]
+
+
+@pytest.mark.parametrize(("remainder", "items"), [("pad", 10), ("short", 10), ("drop", 8)])
+def test_nothing_is_said_where_nothing_is_left_out(remainder, items, caplog):
+    with caplog.at_level(logging.INFO, "hydrax"):
+        batches(remainder, items=items)
+    assert not [message for message in caplog.messages if "left out" in message]
 
 
 @pytest.mark.parametrize("remainder", ["pad", "short"])
