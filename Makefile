@@ -120,7 +120,8 @@ sanitize: $(build)/stress-thread $(build)/stress-address $(build)/asan/made $(ve
 	$(build)/stress-thread
 	$(build)/stress-address
 	LD_PRELOAD="$(foreach lib,libasan.so libstdc++.so,$(shell $(CC) -print-file-name=$(lib)))" ASAN_OPTIONS=detect_leaks=0 \
-		PYTHONPATH=$(build)/asan $(bin)/python -P -m pytest tests -m sanitize $(ARGS)
+		HYDRAX_STRESS_BATCHES=1000 PYTHONPATH=$(build)/asan \
+		$(bin)/python -P -m pytest tests -m sanitize $(ARGS)
 
 $(build)/stress-thread: $(c_files) Makefile
 	@mkdir -p $(@D)
