@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from hydrax import _context, _core
 from hydrax._failures import LoadFailure, describe_failure
 from hydrax._item_loader import LoadJob
-from hydrax._worker_main import leave, run_worker, signals_held
+from hydrax._worker_main import leave, leave_group, run_worker, signals_held
 from hydrax.errors import WorkerStartError
 
 __all__ = ["pack_job", "serve", "start"]
@@ -77,6 +77,7 @@ def start() -> tuple[subprocess.Popen[bytes], socket.socket]:
                 [sys.executable, "-c", code + f"_spawned.enter({there.fileno()})"],
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
+                process_group=0,
             )
     return process, here
 
@@ -221,6 +222,7 @@ def _fork_here(
         warnings.simplefilter("ignore")
         pid = os.fork()
     if pid:
+        leave_group(pid)
         return pid
     status = 1
     try:

@@ -18,7 +18,7 @@ from hydrax import _context, _core
 from hydrax._item_loader import ItemLoader, LoadJob
 from hydrax.errors import HydraxError
 
-__all__ = ["leave", "run_worker", "signals_held"]
+__all__ = ["leave", "leave_group", "run_worker", "signals_held"]
 
 # Time slice of a loader process; the usual one is about 3 ms.
 _SLICE_NS = 20_000_000
@@ -31,14 +31,13 @@ def _refuse_breakpoint(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-def _take_no_notice(signum: int, frame: Any) -> None:
-    pass
+def leave_group(pid: int) -> None:
+    """Give a process, 0 for this one, a process group of its own.
 
-
-def _restore_signals() -> None:
-    """In a process that the loader function forks: signals mean again what they always do."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    A process that forks a worker and the worker both do it, so that neither has to wait.
+    """
+    with contextlib.suppress(OSError):  # it has one already, or has ended
+        os.setpgid(pid, pid)
 
 
 @contextlib.contextmanager
@@ -53,13 +52,16 @@ def signals_held() -> Iterator[None]:
 
 def _settle_in(job: LoadJob, index: int) -> None:
     """Make this process a good worker: quiet, guarded, and out of the way of the others."""
-    # Ctrl+C and kill go to the whole process group; it is for the main process to act on them.
-    # When that ends, the guard ends this process, whatever it is doing. A handler that does
-    # nothing, unlike SIG_IGN, is not passed on to programs that the loader function starts.
+    # Ctrl+C and kill go to a whole process group; it is for the main process to act on them, so
+    # this process leaves its group, and what came until then is dropped. When the main process
+    # ends, the guard ends this one, whatever it is doing. Signals keep their usual meaning, as
+    # processes that the loader function starts inherit it, from their first moment on.
+    leave_group(0)
+    while signal.sigtimedwait((signal.SIGINT, signal.SIGTERM), 0) is not None:
+        pass
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGINT, _take_no_notice)
-    signal.signal(signal.SIGTERM, _take_no_notice)
-    os.register_at_fork(after_in_child=_restore_signals)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     sys.stdin = open(os.devnull)  # noqa: SIM115 - for the life of the process
     sys.breakpointhook = _refuse_breakpoint

@@ -16,7 +16,7 @@ from typing import Literal, NoReturn
 
 from hydrax import _core, _spawned
 from hydrax._item_loader import LoadJob
-from hydrax._worker_main import leave, run_worker, signals_held
+from hydrax._worker_main import leave, leave_group, run_worker, signals_held
 from hydrax.errors import WorkerDiedError
 
 __all__ = ["StartMethod", "WorkerPool"]
@@ -116,6 +116,7 @@ class WorkerPool:
             pid = os.fork()
             if pid == 0:
                 self._be_worker(index, trainer_fd)
+        leave_group(pid)
         return pid
 
     def _be_worker(self, index: int, trainer_fd: int) -> NoReturn:

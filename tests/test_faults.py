@@ -676,10 +676,49 @@ def test_a_loader_that_ignores_or_resets_signals_does_no_harm():
     assert outcome(load, loader_count=2) == 20
 
 
-def test_signals_to_a_loader_process_do_not_lose_items():
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signals_to_the_process_group_do_not_reach_loader_processes(signum):
+    """As from Ctrl+C or kill of the group, while the main process handles them itself."""
+
+    def load(number, arrays, seed):
+        time.sleep(0.002)
+        arrays["x"][:] = number
+
+    before = signal.signal(signum, lambda *_: None)
+    try:
+        with Dataloader(
+            load, numbers(200), loader_count=2, end_at=("epoch", 1), timeout_sec=20
+        ) as dataloader:
+            signal.signal(signum, lambda *_: None)
+            groups = {os.getpgid(pid) for pid in dataloader._pool.pids}
+            assert os.getpgid(0) not in groups
+            count = 0
+            for batch in dataloader:
+                count += len(batch)
+                del batch
+        assert count == 200
+    finally:
+        signal.signal(signum, before)
+
+
+def test_a_loader_process_that_is_ended_by_sigterm_is_reported_by_its_name():
+    def load(number, arrays, seed):
+        if number == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        arrays["x"][:] = number
+
+    with (
+        pytest.raises(WorkerDiedError, match="SIGTERM"),
+        Dataloader(load, numbers(20), end_at=("epoch", 1), timeout_sec=20) as dataloader,
+    ):
+        for batch in dataloader:
+            del batch
+
+
+def test_signals_that_end_no_process_lose_no_items():
     def load(number, arrays, seed):
         arrays["x"][:] = number
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGWINCH):
+        for signum in (signal.SIGCHLD, signal.SIGWINCH, signal.SIGCONT, signal.SIGURG):
             os.kill(os.getpid(), signum)
 
     assert outcome(load, loader_count=2) == 20
