@@ -23,7 +23,7 @@ core := hydrax/_core.abi3.so
 core_sources := $(sort $(wildcard csrc/hx_*.c))
 sources := $(wildcard csrc/*.c csrc/*.h)
 c_files := $(sources) $(wildcard tests/core/*.c tests/core/*.h)
-stress := $(wildcard tests/core/*.c)
+stress := tests/core/stress.c
 py_files := $(wildcard hydrax tests benchmarks examples sphinx setup.py)
 
 # Output appears as it is made, also through a pipe.

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "hx_atomic.h"
+#include "hx_journal.h"
 
 uint64_t hx_now_ns(void)
 {
@@ -289,6 +290,15 @@ void hx_arena_close(struct hx_arena *arena)
     signal_event(arena->ready_fd, 1);
 }
 
+void hx_arena_bury(struct hx_arena *arena, uint32_t worker)
+{
+    hx_store_relaxed_u32(&arena->workers[worker].is_started, 0);
+    hx_clear_bits_seq_cst_u64(&arena->header->idle_workers[worker / 64], UINT64_C(1)
+                                                                             << worker % 64);
+    /* It may have taken a wake-up with it, or died before it gave one. */
+    signal_event(arena->work_fd, arena->header->worker_count);
+}
+
 void hx_arena_kick(struct hx_arena *arena)
 {
     hx_store_seq_cst_u32(&arena->is_kicked, 1);
@@ -298,10 +308,10 @@ void hx_arena_kick(struct hx_arena *arena)
 
 void hx_arena_lock(struct hx_arena *arena)
 {
-    /* The tables are consistent at every instruction in the sense that a dead holder can at most
-     * leave items claimed that nobody loads, or a plan opened twice; the trainer hears of the death by pidfd. */
-    if (pthread_mutex_lock(&arena->header->mutex) == EOWNERDEAD)
+    if (pthread_mutex_lock(&arena->header->mutex) == EOWNERDEAD) {
+        hx_journal_replay(arena);
         pthread_mutex_consistent(&arena->header->mutex);
+    }
 }
 
 void hx_arena_unlock(struct hx_arena *arena)
@@ -311,9 +321,14 @@ void hx_arena_unlock(struct hx_arena *arena)
 
 void hx_arena_wake_worker(struct hx_arena *arena)
 {
+    const struct hx_header *header = arena->header;
     /* Pairs with the announcement in hx_worker_next(): either it sees our work, or we see it. */
-    if (hx_load_seq_cst_u32(&arena->header->idle_workers) != 0)
-        signal_event(arena->work_fd, 1);
+    for (uint32_t i = 0; i * 64 < header->worker_count; i++) {
+        if (hx_load_seq_cst_u64(&header->idle_workers[i]) != 0) {
+            signal_event(arena->work_fd, 1);
+            break;
+        }
+    }
 }
 
 void hx_arena_wake_trainer(struct hx_arena *arena)

@@ -72,8 +72,12 @@ void hx_arena_close(struct hx_arena *arena);
 /* End the trainer's current or next wait with HX_INTERRUPTED. Any thread, no GIL. */
 void hx_arena_kick(struct hx_arena *arena);
 
-/* Take and give back the mutex that guards scheduling. A holder that died is survived: the
- * mutex is made consistent again. */
+/* Forget that a worker that has died was started or asleep, and wake the others in its place. Its
+ * run stays in its record, for the process that takes its place. Trainer only. */
+void hx_arena_bury(struct hx_arena *arena, uint32_t worker);
+
+/* Take and give back the mutex that guards scheduling. A holder that died is survived: what it
+ * was changing is finished. */
 void hx_arena_lock(struct hx_arena *arena);
 void hx_arena_unlock(struct hx_arena *arena);
 

@@ -13,9 +13,10 @@
 #include <stdint.h>
 
 #define HX_MAGIC UINT64_C(0x6172656e61786879)
-#define HX_LAYOUT_VERSION 1u
+#define HX_LAYOUT_VERSION 2u
 #define HX_CACHE_LINE 64
 #define HX_NO_SLOT UINT32_MAX
+#define HX_MAX_WORKERS 4096
 
 enum hx_slot_state {
     HX_SLOT_FREE = 0,  /* nobody's; a worker may open the next plan in it */
@@ -81,7 +82,8 @@ struct hx_slot {
     uint32_t is_reserved;  /* the pages are there */
 };
 
-/* What a worker is doing; written by the worker, read by the trainer for its messages. */
+/* What a worker is doing; written by the worker, read by the trainer for its messages. A process
+ * that takes a dead one's place finds here which run to load again. */
 struct hx_worker {
     _Alignas(HX_CACHE_LINE) _Atomic uint32_t is_started; /* the start-up function has returned */
     _Atomic uint32_t slot;                               /* being filled, or HX_NO_SLOT */
@@ -91,6 +93,35 @@ struct hx_worker {
     _Atomic uint64_t since_ns;                           /* start of the run, CLOCK_MONOTONIC */
     _Atomic uint64_t item_count;                         /* items loaded so far */
     _Atomic uint64_t busy_ns;                            /* time in runs so far */
+};
+
+enum hx_change_kind { HX_CHANGE_NONE = 0, HX_CHANGE_CLAIM, HX_CHANGE_END };
+
+/* A change to the tables, as the values to be stored; see hx_journal.h. */
+struct hx_change {
+    uint32_t worker;
+    uint32_t slot;
+    uint32_t is_opening; /* claim: the plan at plan_head goes into the slot, which is free */
+    uint64_t plan_head;  /* claim: before the change */
+    uint64_t since_ns;   /* claim */
+    uint32_t first;      /* claim: the run */
+    uint32_t count;
+    uint32_t claimed; /* of the slot, after the change; and so on */
+    uint32_t completed;
+    uint32_t record_count;
+    uint32_t is_failed;
+    uint32_t is_ready; /* end: the batch is complete */
+    uint32_t group;
+    uint64_t item_ns;        /* end: of the group */
+    uint64_t item_count;     /* end: of the worker */
+    uint64_t busy_ns;        /* end: of the worker */
+    struct hx_record record; /* end: the last of record_count, unless its kind is NONE */
+};
+
+/* The change that the holder of the mutex is making. Guarded by the mutex. */
+struct hx_journal {
+    _Atomic uint32_t kind; /* enum hx_change_kind; not NONE while the change is being made */
+    struct hx_change change;
 };
 
 struct hx_header {
@@ -112,11 +143,13 @@ struct hx_header {
     uint64_t data_offset; /* page-aligned */
     uint64_t total_nbytes;
     _Alignas(HX_CACHE_LINE) pthread_mutex_t mutex; /* process-shared and robust */
-    _Atomic uint64_t plan_head;                    /* next plan to open; written under the mutex */
+    struct hx_journal journal;
+    _Atomic uint64_t plan_head; /* next plan to open; written under the mutex */
     _Alignas(
         HX_CACHE_LINE) _Atomic uint64_t plan_tail; /* plans published; written by the trainer */
     _Alignas(HX_CACHE_LINE) _Atomic uint32_t is_closing;
-    _Alignas(HX_CACHE_LINE) _Atomic uint32_t idle_workers;
+    /* One bit for each worker that sleeps, or is about to. */
+    _Alignas(HX_CACHE_LINE) _Atomic uint64_t idle_workers[HX_MAX_WORKERS / 64];
     _Alignas(HX_CACHE_LINE) _Atomic uint32_t is_trainer_waiting;
     _Alignas(HX_CACHE_LINE) _Atomic uint64_t free_clock;
 };

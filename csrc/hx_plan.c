@@ -2,6 +2,7 @@
 #include "hx_plan.h"
 
 #include "hx_atomic.h"
+#include "hx_journal.h"
 #include "hx_permute.h"
 #include "hx_slot.h"
 
@@ -19,7 +20,7 @@ enum hx_status hx_plan_publish(struct hx_arena *arena, const struct hx_plan *pla
 {
     struct hx_header *header = arena->header;
     const uint64_t tail = hx_load_relaxed_u64(&header->plan_tail);
-    /* Pairs with the store in hx_run_claim(): what the plan held has been copied by then. */
+    /* Pairs with the store in apply_claim(): what the plan held has been copied by then. */
     const uint64_t head = hx_load_seq_cst_u64(&header->plan_head);
     if (tail - head >= header->plan_capacity)
         return HX_NOTHING;
@@ -35,19 +36,19 @@ static int has_open_plan(const struct hx_header *header)
     return hx_load_relaxed_u64(&header->plan_head) < hx_load_seq_cst_u64(&header->plan_tail);
 }
 
-/* How many of `remaining` items the next run takes. Called under the mutex. */
-static uint32_t run_length(const struct hx_arena *arena, const struct hx_slot *slot,
+/* How many of the `remaining` items of a plan the next run takes. Called under the mutex. */
+static uint32_t run_length(const struct hx_arena *arena, const struct hx_plan *plan,
                            uint32_t remaining)
 {
     const struct hx_header *header = arena->header;
-    const uint64_t item_ns = arena->groups[slot->plan.group].item_ns;
+    const uint64_t item_ns = arena->groups[plan->group].item_ns;
     uint64_t length;
     if (header->is_batched) {
         /* A call costs what it costs, so runs are whole batches where every worker can have one
          * of its own, and otherwise equal shares. */
         if (header->slot_count > header->worker_count)
             return remaining;
-        length = (slot->plan.item_count + header->worker_count - 1) / header->worker_count;
+        length = (plan->item_count + header->worker_count - 1) / header->worker_count;
     } else if (item_ns == 0) {
         length = 1;
     } else {
@@ -55,8 +56,7 @@ static uint32_t run_length(const struct hx_arena *arena, const struct hx_slot *s
     }
     if (!header->is_batched && header->worker_count > 1 &&
         header->slot_nbytes >= SHARED_BATCH_NBYTES) {
-        const uint64_t share =
-            (slot->plan.item_count + header->worker_count - 1) / header->worker_count;
+        const uint64_t share = (plan->item_count + header->worker_count - 1) / header->worker_count;
         length = length < share ? length : share;
     }
     if (length < 1)
@@ -78,57 +78,73 @@ static uint32_t oldest_filling(const struct hx_arena *arena)
     return found;
 }
 
-static int has_free_slot(const struct hx_arena *arena)
+/* The run in a worker's record, or the next one that there is. Called under the mutex. Returns
+ * HX_OK or HX_NOTHING. */
+static enum hx_status take_run(struct hx_arena *arena, uint32_t worker, struct hx_run *out)
 {
-    for (uint32_t i = 0; i < arena->header->slot_count; i++) {
-        if (hx_load_seq_cst_u32(&arena->slots[i].state) == HX_SLOT_FREE)
-            return 1;
+    struct hx_header *header = arena->header;
+    struct hx_worker *record = &arena->workers[worker];
+    const uint64_t head = hx_load_relaxed_u64(&header->plan_head);
+    const struct hx_plan *plan;
+    struct hx_change change = {.worker = worker, .since_ns = hx_now_ns()};
+    uint32_t claimed = 0;
+
+    out->slot = hx_load_relaxed_u32(&record->slot);
+    out->since_ns = change.since_ns;
+    if (out->slot != HX_NO_SLOT) {
+        /* This worker takes the place of one that died in a run. */
+        out->plan = arena->slots[out->slot].plan;
+        out->first = hx_load_relaxed_u32(&record->first);
+        out->count = hx_load_relaxed_u32(&record->count);
+        hx_store_relaxed_u32(&record->item, out->first);
+        hx_store_relaxed_u64(&record->since_ns, out->since_ns);
+        return HX_OK;
     }
-    return 0;
+    out->slot = oldest_filling(arena);
+    if (out->slot != HX_NO_SLOT) {
+        plan = &arena->slots[out->slot].plan;
+        claimed = arena->slots[out->slot].claimed;
+    } else {
+        if (!has_open_plan(header))
+            return HX_NOTHING;
+        out->slot = hx_slot_find_free(arena);
+        if (out->slot == HX_NO_SLOT)
+            return HX_NOTHING;
+        plan = &arena->plans[head % header->plan_capacity];
+        change.is_opening = 1;
+        change.plan_head = head;
+    }
+    out->plan = *plan;
+    out->first = claimed;
+    out->count = run_length(arena, plan, plan->item_count - claimed);
+    change.slot = out->slot;
+    change.first = out->first;
+    change.count = out->count;
+    change.claimed = claimed + out->count;
+    hx_journal_commit(arena, HX_CHANGE_CLAIM, &change);
+    return HX_OK;
 }
 
 enum hx_status hx_run_claim(struct hx_arena *arena, uint32_t worker, struct hx_run *out)
 {
     struct hx_header *header = arena->header;
-    struct hx_worker *record = &arena->workers[worker];
-    enum hx_status status = HX_NOTHING;
-    uint32_t slot_index;
+    struct hx_slot *slot;
+    enum hx_status status;
     int is_more = 0;
 
     if (hx_load_relaxed_u32(&header->is_closing))
         return HX_CLOSED;
     hx_arena_lock(arena);
-    slot_index = oldest_filling(arena);
-    if (slot_index == HX_NO_SLOT && has_open_plan(header)) {
-        const uint64_t head = hx_load_relaxed_u64(&header->plan_head);
-        slot_index = hx_slot_open(arena, &arena->plans[head % header->plan_capacity]);
-        if (slot_index != HX_NO_SLOT)
-            hx_store_seq_cst_u64(&header->plan_head, head + 1);
-    }
-    if (slot_index != HX_NO_SLOT) {
-        struct hx_slot *slot = &arena->slots[slot_index];
-        out->plan = slot->plan;
-        out->slot = slot_index;
-        out->first = slot->claimed;
-        out->count = run_length(arena, slot, slot->plan.item_count - slot->claimed);
-        out->since_ns = hx_now_ns();
-        hx_store_relaxed_u32(&record->first, out->first);
-        hx_store_relaxed_u32(&record->count, out->count);
-        hx_store_relaxed_u32(&record->item, out->first);
-        hx_store_relaxed_u64(&record->since_ns, out->since_ns);
-        /* Last, so that the record is whole when the trainer sees the slot in it. */
-        hx_store_release_u32(&record->slot, slot_index);
-        slot->claimed += out->count;
-        status = HX_OK;
-        is_more = slot->claimed < slot->plan.item_count ||
-                  (has_open_plan(header) && has_free_slot(arena));
-    }
+    status = take_run(arena, worker, out);
+    slot = &arena->slots[status == HX_OK ? out->slot : 0];
+    if (status == HX_OK)
+        is_more = slot->claimed < out->plan.item_count ||
+                  (has_open_plan(header) && hx_slot_find_free(arena) != HX_NO_SLOT);
     hx_arena_unlock(arena);
     if (is_more)
         hx_arena_wake_worker(arena);
-    if (status == HX_OK &&
-        hx_load_relaxed_u32(&arena->slots[slot_index].state) == HX_SLOT_RESERVING) {
-        status = hx_slot_reserve(arena, slot_index);
+    if (status == HX_OK && hx_load_relaxed_u32(&slot->state) == HX_SLOT_RESERVING) {
+        status = hx_slot_reserve(arena, out->slot);
         if (status != HX_OK)
             hx_run_fail(arena, worker, out, out->first, 0, 0,
                         status == HX_NO_MEMORY ? HX_RECORD_NO_MEMORY : HX_RECORD_ERROR);
@@ -136,39 +152,41 @@ enum hx_status hx_run_claim(struct hx_arena *arena, uint32_t worker, struct hx_r
     return status;
 }
 
-/* Account for a run's items; the last ones make the slot ready. Called under the mutex. Returns
- * whether the batch is now complete. */
-static int account(struct hx_arena *arena, uint32_t worker, const struct hx_run *run,
-                   const struct hx_record *result)
+/* End a run, failed or not, with a record of it unless that is of kind NONE. */
+static void end_run(struct hx_arena *arena, uint32_t worker, const struct hx_run *run,
+                    const struct hx_record *result, uint32_t is_failed)
 {
-    struct hx_slot *slot = &arena->slots[run->slot];
-    struct hx_worker *record = &arena->workers[worker];
-    struct hx_group *group = &arena->groups[run->plan.group];
+    const struct hx_worker *record = &arena->workers[worker];
+    const struct hx_slot *slot = &arena->slots[run->slot];
     const uint64_t run_ns = hx_now_ns() - run->since_ns;
     const uint64_t item_ns = run_ns / run->count + 1;
-    int is_complete;
+    struct hx_change change = {
+        .worker = worker,
+        .slot = run->slot,
+        .group = run->plan.group,
+        .record = *result,
+    };
+    uint64_t group_ns;
 
-    if (result->kind != HX_RECORD_NONE) {
-        arena->records[(uint64_t)run->slot * arena->header->batch_capacity + slot->record_count] =
-            *result;
-        slot->record_count += 1;
-    }
-    group->item_ns = group->item_ns == 0 ? item_ns : (group->item_ns + item_ns) / 2;
-    slot->completed += run->count;
-    if (slot->is_failed) {
+    hx_arena_lock(arena);
+    group_ns = arena->groups[run->plan.group].item_ns;
+    change.item_ns = group_ns == 0 ? item_ns : (group_ns + item_ns) / 2;
+    change.record_count = slot->record_count + (result->kind != HX_RECORD_NONE);
+    change.is_failed = slot->is_failed || is_failed;
+    change.claimed = slot->claimed;
+    change.completed = slot->completed + run->count;
+    if (change.is_failed) {
         /* What nobody has claimed will not be loaded. */
-        slot->completed += slot->plan.item_count - slot->claimed;
-        slot->claimed = slot->plan.item_count;
+        change.completed += slot->plan.item_count - slot->claimed;
+        change.claimed = slot->plan.item_count;
     }
-    hx_store_relaxed_u32(&record->slot, HX_NO_SLOT);
-    hx_store_relaxed_u64(&record->item_count,
-                         hx_load_relaxed_u64(&record->item_count) + run->count);
-    hx_store_relaxed_u64(&record->busy_ns, hx_load_relaxed_u64(&record->busy_ns) + run_ns);
-    is_complete = slot->completed == slot->plan.item_count;
-    if (is_complete)
-        /* Releases the arrays, plan and records; pairs with hx_slot_find_ready(). */
-        hx_store_seq_cst_u32(&slot->state, HX_SLOT_READY);
-    return is_complete;
+    change.is_ready = change.completed == slot->plan.item_count;
+    change.item_count = hx_load_relaxed_u64(&record->item_count) + run->count;
+    change.busy_ns = hx_load_relaxed_u64(&record->busy_ns) + run_ns;
+    hx_journal_commit(arena, HX_CHANGE_END, &change);
+    hx_arena_unlock(arena);
+    if (change.is_ready)
+        hx_arena_wake_trainer(arena);
 }
 
 void hx_run_complete(struct hx_arena *arena, uint32_t worker, const struct hx_run *run,
@@ -180,12 +198,7 @@ void hx_run_complete(struct hx_arena *arena, uint32_t worker, const struct hx_ru
         .first = run->first,
         .kind = nbytes != 0 ? HX_RECORD_ADDITIONAL : HX_RECORD_NONE,
     };
-    int is_complete;
-    hx_arena_lock(arena);
-    is_complete = account(arena, worker, run, &result);
-    hx_arena_unlock(arena);
-    if (is_complete)
-        hx_arena_wake_trainer(arena);
+    end_run(arena, worker, run, &result, 0);
 }
 
 void hx_run_fail(struct hx_arena *arena, uint32_t worker, const struct hx_run *run, uint32_t item,
@@ -193,13 +206,7 @@ void hx_run_fail(struct hx_arena *arena, uint32_t worker, const struct hx_run *r
 {
     const struct hx_record result = {
         .offset = offset, .nbytes = nbytes, .first = item, .kind = kind};
-    int is_complete;
-    hx_arena_lock(arena);
-    arena->slots[run->slot].is_failed = 1;
-    is_complete = account(arena, worker, run, &result);
-    hx_arena_unlock(arena);
-    if (is_complete)
-        hx_arena_wake_trainer(arena);
+    end_run(arena, worker, run, &result, 1);
 }
 
 void hx_plan_items(const struct hx_plan *plan, uint32_t first, uint32_t count, int64_t *indices,

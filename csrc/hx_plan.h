@@ -19,10 +19,11 @@ struct hx_run {
 enum hx_status hx_plan_publish(struct hx_arena *arena, const struct hx_plan *plan);
 
 /* Take items to load, without waiting. The oldest batch that is being filled comes first, then a
- * new batch is opened if a plan and a free slot are there.
+ * new batch is opened if a plan and a free slot are there. Before all that comes the run that the
+ * worker's record holds: the caller then takes the place of a process that died in it.
  *
  * worker     index of the caller's record
- * out        the run; untouched on failure
+ * out        the run; without meaning on failure
  *
  * Ownership: on HX_OK the caller owns the run's items and ends with hx_run_complete() or
  *            hx_run_fail().

@@ -10,11 +10,10 @@
 /* A results segment that grew beyond this gives its memory back when it is next opened. */
 #define RESULTS_KEPT_NBYTES (UINT64_C(1) << 20)
 
-uint32_t hx_slot_open(struct hx_arena *arena, const struct hx_plan *plan)
+uint32_t hx_slot_find_free(const struct hx_arena *arena)
 {
     uint32_t found = HX_NO_SLOT;
     uint64_t found_stamp = 0;
-    struct hx_slot *slot;
     for (uint32_t i = 0; i < arena->header->slot_count; i++) {
         /* Pairs with the store in hx_slot_release(). */
         if (hx_load_seq_cst_u32(&arena->slots[i].state) == HX_SLOT_FREE) {
@@ -25,20 +24,23 @@ uint32_t hx_slot_open(struct hx_arena *arena, const struct hx_plan *plan)
             }
         }
     }
-    if (found == HX_NO_SLOT)
-        return HX_NO_SLOT;
-    slot = &arena->slots[found];
-    slot->plan = *plan;
-    slot->claimed = 0;
-    slot->completed = 0;
-    slot->record_count = 0;
-    slot->is_failed = 0;
-    if (hx_load_relaxed_u64(&slot->results_nbytes) > RESULTS_KEPT_NBYTES)
-        fallocate(arena->results_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-                  (off_t)(found * HX_RESULTS_SEGMENT), (off_t)HX_RESULTS_SEGMENT);
-    hx_store_relaxed_u64(&slot->results_nbytes, 0);
-    hx_store_relaxed_u32(&slot->state, slot->is_reserved ? HX_SLOT_FILLING : HX_SLOT_RESERVING);
     return found;
+}
+
+void hx_slot_open(struct hx_arena *arena, uint32_t slot, const struct hx_plan *plan)
+{
+    struct hx_slot *opened = &arena->slots[slot];
+    opened->plan = *plan;
+    opened->claimed = 0;
+    opened->completed = 0;
+    opened->record_count = 0;
+    opened->is_failed = 0;
+    if (hx_load_relaxed_u64(&opened->results_nbytes) > RESULTS_KEPT_NBYTES)
+        fallocate(arena->results_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                  (off_t)(slot * HX_RESULTS_SEGMENT), (off_t)HX_RESULTS_SEGMENT);
+    hx_store_relaxed_u64(&opened->results_nbytes, 0);
+    hx_order_steps();
+    hx_store_relaxed_u32(&opened->state, opened->is_reserved ? HX_SLOT_FILLING : HX_SLOT_RESERVING);
 }
 
 enum hx_status hx_slot_reserve(struct hx_arena *arena, uint32_t slot)
@@ -54,15 +56,15 @@ enum hx_status hx_slot_reserve(struct hx_arena *arena, uint32_t slot)
         errno = error;
         status = error == ENOSPC || error == ENOMEM ? HX_NO_MEMORY : HX_SYSTEM;
     }
+    if (status != HX_OK)
+        return status;
     hx_arena_lock(arena);
-    arena->slots[slot].is_reserved = status == HX_OK;
-    /* A failed reservation is ended by the caller, which fails the run and so the batch. */
-    arena->slots[slot].is_failed = status != HX_OK;
+    arena->slots[slot].is_reserved = 1;
+    hx_order_steps();
     hx_store_relaxed_u32(&arena->slots[slot].state, HX_SLOT_FILLING);
     hx_arena_unlock(arena);
-    if (status == HX_OK)
-        hx_arena_wake_worker(arena);
-    return status;
+    hx_arena_wake_worker(arena);
+    return HX_OK;
 }
 
 uint32_t hx_slot_find_ready(const struct hx_arena *arena, uint64_t serial)

@@ -11,13 +11,16 @@
 /* Any batch will do, in hx_slot_find_ready() and hx_trainer_wait(). */
 #define HX_ANY_SERIAL UINT64_MAX
 
-/* Begin to fill a free slot with a plan, the slot that was freed last first. Called under the
- * mutex. Returns the slot, or HX_NO_SLOT if none is free. */
-uint32_t hx_slot_open(struct hx_arena *arena, const struct hx_plan *plan);
+/* The free slot that was freed last, or HX_NO_SLOT. Called under the mutex. */
+uint32_t hx_slot_find_free(const struct hx_arena *arena);
+
+/* Begin to fill a free slot with a plan. Called under the mutex; may be called again after a death
+ * at any point of it. */
+void hx_slot_open(struct hx_arena *arena, uint32_t slot, const struct hx_plan *plan);
 
 /* Reserve the pages of a slot in state RESERVING, and let others fill it. Blocks for as long as
  * the kernel needs to clear the pages; not under the mutex.
- * Returns HX_OK, HX_NO_MEMORY, HX_SYSTEM; the slot is open to others in any case. */
+ * Returns HX_OK, or HX_NO_MEMORY, HX_SYSTEM: then the caller owns the slot still and fails its run. */
 enum hx_status hx_slot_reserve(struct hx_arena *arena, uint32_t slot);
 
 /* The ready slot that holds batch `serial` (HX_ANY_SERIAL: the oldest one), or HX_NO_SLOT. */

@@ -52,12 +52,13 @@ static enum hx_status worker_sleep(struct hx_arena *arena, int trainer_fd, uint6
 enum hx_status hx_worker_next(struct hx_arena *arena, uint32_t worker, int trainer_fd,
                               uint64_t deadline, struct hx_run *out)
 {
-    struct hx_header *header = arena->header;
+    _Atomic uint64_t *idle = &arena->header->idle_workers[worker / 64];
+    const uint64_t bit = UINT64_C(1) << worker % 64;
     enum hx_status status = hx_run_claim(arena, worker, out);
     while (status == HX_NOTHING) {
         /* Announce, then look again: whoever makes work available after this look sees the
          * announcement in hx_arena_wake_worker(). */
-        hx_add_seq_cst_u32(&header->idle_workers, 1);
+        hx_set_bits_seq_cst_u64(idle, bit);
         status = hx_run_claim(arena, worker, out);
         if (status == HX_NOTHING && trainer_fd < 0 && atomic_exchange(&arena->is_kicked, 0))
             status = HX_INTERRUPTED;
@@ -66,7 +67,7 @@ enum hx_status hx_worker_next(struct hx_arena *arena, uint32_t worker, int train
             if (status == HX_OK)
                 status = HX_NOTHING; /* look again */
         }
-        hx_sub_seq_cst_u32(&header->idle_workers, 1);
+        hx_clear_bits_seq_cst_u64(idle, bit);
         if (status == HX_NOTHING)
             status = hx_run_claim(arena, worker, out);
     }

@@ -45,6 +45,10 @@ static int parse_config(PyObject *args, PyObject *kwargs, struct hx_arena_config
         PyErr_SetString(PyExc_ValueError, "an arena's sizes and counts must be at least 1");
         return -1;
     }
+    if (worker_count > HX_MAX_WORKERS) {
+        PyErr_Format(PyExc_ValueError, "an arena has at most %d workers", HX_MAX_WORKERS);
+        return -1;
+    }
     if (slot_nbytes > (unsigned long long)INT64_MAX / 2 / slot_count) {
         PyErr_SetString(PyExc_OverflowError, "the arena is larger than any address space");
         return -1;
@@ -266,6 +270,41 @@ static PyObject *arena_set_started(PyObject *object, PyObject *argument)
     return Py_NewRef(Py_None);
 }
 
+static PyObject *arena_bury(PyObject *object, PyObject *argument)
+{
+    struct hx_arena *arena = arena_of(object);
+    const unsigned long worker = PyLong_AsUnsignedLong(argument);
+    if (PyErr_Occurred())
+        return NULL;
+    if (worker >= arena->header->worker_count) {
+        PyErr_SetString(PyExc_IndexError, "no such worker");
+        return NULL;
+    }
+    hx_arena_bury(arena, (uint32_t)worker);
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *arena_worker_run(PyObject *object, PyObject *argument)
+{
+    struct hx_arena *arena = arena_of(object);
+    const struct hx_worker *record;
+    uint32_t slot_index;
+    const unsigned long worker = PyLong_AsUnsignedLong(argument);
+    if (PyErr_Occurred())
+        return NULL;
+    if (worker >= arena->header->worker_count) {
+        PyErr_SetString(PyExc_IndexError, "no such worker");
+        return NULL;
+    }
+    record = &arena->workers[worker];
+    slot_index = hx_load_acquire_u32(&record->slot);
+    if (slot_index == HX_NO_SLOT)
+        return Py_NewRef(Py_None);
+    return Py_BuildValue("(KII)", (unsigned long long)arena->slots[slot_index].plan.serial,
+                         (unsigned int)hx_load_relaxed_u32(&record->first),
+                         (unsigned int)hx_load_relaxed_u32(&record->count));
+}
+
 static PyObject *arena_worker_state(PyObject *object, PyObject *argument)
 {
     struct hx_arena *arena = arena_of(object);
@@ -371,6 +410,12 @@ static PyMethodDef arena_methods[] = {
     {"kick", arena_kick, METH_NOARGS, "kick()\n--\n\nEnd the current or next wait()."},
     {"set_started", arena_set_started, METH_O,
      "set_started(worker, /)\n--\n\nSay that a worker has done its start-up."},
+    {"bury", arena_bury, METH_O,
+     "bury(worker, /)\n--\n\n"
+     "Forget a process that has died; another one may now be worker, and finishes its run."},
+    {"worker_run", arena_worker_run, METH_O,
+     "worker_run(worker, /)\n--\n\n"
+     "(serial, first item, items) of the run that a worker has taken, or None."},
     {"worker_state", arena_worker_state, METH_O,
      "worker_state(worker, /)\n--\n\n"
      "(is started, (serial, item) or None, seconds in the run or None, items loaded so far,\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -27,7 +28,7 @@ from hydrax._state import make_state, read_state, schedule_facts
 from hydrax._stats import LoaderStats, WorkerStats
 from hydrax._waiting import BatchWaiter
 from hydrax._workers import StartMethod, WorkerPool
-from hydrax.errors import ArenaMemoryError, LoaderError, WorkerDiedError
+from hydrax.errors import ArenaMemoryError, LoaderError, WorkerDiedError, WorkerStartError
 
 if TYPE_CHECKING:
     import jax
@@ -42,6 +43,8 @@ D = TypeVar("D")
 # JAX keeps a capsule of about 100 bytes for each array until it is next called or garbage is
 # collected, which a loop that only reads arrays may never do.
 _COLLECT_EVERY = 1024
+# How often next() looks for loader processes that have ended while it need not wait.
+_LOOK_EVERY_NS = 20_000_000
 _START_METHODS = ("fork", "forkserver", "spawn")
 
 LoaderFunc = Callable[..., Mapping[str, Any] | None]
@@ -104,6 +107,9 @@ class Dataloader(Generic[D]):
             ``next`` raises the :class:`LoaderError`. ``"drop_batch"``: the batch is left out, which
             is logged with its cause and counted in :meth:`stats`. A callable is called with the
             error; if it returns, the batch is dropped.
+        max_restarts: How many loader processes that end on their own (killed, crashed, exited) are
+            replaced by new ones, which load their items again: the batches are the same. Each is
+            logged with its cause. The next one after that is a :class:`WorkerDiedError`.
 
     Raises:
         TypeError: An argument is of the wrong kind.
@@ -145,6 +151,7 @@ class Dataloader(Generic[D]):
         batched: bool = False,
         debug: bool = False,
         on_error: Literal["raise", "drop_batch"] | Callable[[LoaderError], object] = "raise",
+        max_restarts: int = 0,
     ) -> None:
         if _context.is_worker():
             raise RuntimeError(
@@ -170,6 +177,7 @@ class Dataloader(Generic[D]):
         self._depth = check_int("depth", depth, minimum=1, maximum=2**20)
         self._loader_count = check_int("loader_count", loader_count, minimum=0, maximum=2**12)
         check_int("cacher_count", cacher_count, minimum=0)
+        self._max_restarts = check_int("max_restarts", max_restarts, minimum=0)
         self._timeout_s = check_timeout(timeout_sec)
         self._deterministic = bool(deterministic)
         self._placement_func = placement_func
@@ -233,11 +241,12 @@ class Dataloader(Generic[D]):
         self._planner: Iterator[PlannedBatch] = iter(self._schedule)
         self._next_planned: PlannedBatch | None = next(self._planner, None)
         self._pending: deque[PlannedBatch] = deque()
-        self._fatal_error: WorkerDiedError | None = None
+        self._fatal_error: WorkerDiedError | WorkerStartError | None = None
         self._next_lock = threading.Lock()
         self._interrupted = False
         self._interrupt_handler = InterruptHandler(self.interrupt)
         self._idle_ns = 0
+        self._look_at_ns = 0
         self._reset_counts()
 
     def _reset_counts(self) -> None:
@@ -491,6 +500,8 @@ class Dataloader(Generic[D]):
                 self._job,
                 self._packed_job,
                 self._timeout_s,
+                self._max_restarts,
+                self._indices_of,
             )
             self._pool.start()
             loading = self._pool
@@ -578,6 +589,8 @@ class Dataloader(Generic[D]):
         arena = self._arena
         assert arena is not None
         serial = pending[0].plan.serial if self._deterministic else None
+        if time.monotonic_ns() >= self._look_at_ns:
+            self._look_after_workers()
         lease = arena.take(serial)
         if lease is None:
             lease = self._wait(serial)
@@ -641,13 +654,27 @@ class Dataloader(Generic[D]):
         assert self._waiter is not None
         start = time.monotonic_ns()
         try:
-            return self._waiter.wait(serial, self._check_interrupted, self._describe_item)
-        except WorkerDiedError as error:
+            with self._fatal_errors():
+                return self._waiter.wait(serial, self._check_interrupted, self._describe_item)
+        finally:
+            self._idle_ns += time.monotonic_ns() - start
+
+    def _look_after_workers(self) -> None:
+        """Replace a worker that has ended, or raise, although there is no need to wait for it."""
+        self._look_at_ns = time.monotonic_ns() + _LOOK_EVERY_NS
+        if self._pool is not None and (ended := self._pool.find_ended()) is not None:
+            with self._fatal_errors():
+                self._pool.replace(ended, self._describe_item)
+
+    @contextlib.contextmanager
+    def _fatal_errors(self) -> Iterator[None]:
+        """Keep an error after which there are no more batches."""
+        try:
+            yield
+        except (WorkerDiedError, WorkerStartError) as error:
             self._fatal_error = error
             self._state = "ended"
             raise
-        finally:
-            self._idle_ns += time.monotonic_ns() - start
 
     def _check_interrupted(self) -> None:
         """End the iteration if that has been asked for."""
@@ -661,6 +688,12 @@ class Dataloader(Generic[D]):
             if planned.plan.serial == serial:
                 return describe_item(planned, self._groups[planned.group_number], item)
         return f"item {item} of a batch"
+
+    def _indices_of(self, serial: int, first: int, count: int) -> list[int]:
+        for planned in self._pending:
+            if planned.plan.serial == serial:
+                return planned.plan.indices()[first : first + count]
+        return []
 
     def _deliver(
         self,

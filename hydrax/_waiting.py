@@ -59,7 +59,7 @@ class BatchWaiter:
 
         Raises:
             BatchTimeoutError: The time is over; says what everybody is doing.
-            WorkerDiedError: A loader process has ended.
+            WorkerDiedError: A loader process has ended that is not to be replaced.
             RuntimeError: The arena was closed.
         """
         start = time.monotonic_ns()
@@ -93,10 +93,10 @@ class BatchWaiter:
             check()
             if result >= 0:
                 assert isinstance(self._loading, WorkerPool)
-                raise self._loading.ended(result, describe)
-            if result == _core.CLOSED:
+                self._loading.replace(result, describe)
+            elif result == _core.CLOSED:
                 raise RuntimeError("the Dataloader was closed while next() was waiting")
-            if result == _core.TIMED_OUT and deadline == end:
+            elif result == _core.TIMED_OUT and deadline == end:
                 raise BatchTimeoutError(self._describe(describe))
             if not is_collected and time.monotonic_ns() - start > _COLLECT_AFTER_NS:
                 is_collected = True

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 from hydrax import _core, _spawned
 from hydrax._item_loader import LoadJob
+from hydrax._memory import available_nbytes, format_nbytes
 from hydrax._worker_main import leave, leave_group, run_worker, signals_held
-from hydrax.errors import WorkerDiedError
+from hydrax.errors import WorkerDiedError, WorkerStartError
 
 __all__ = ["StartMethod", "WorkerPool"]
 
+logger = logging.getLogger(__name__)
+
 StartMethod = Literal["fork", "forkserver", "spawn"]
+
+# How many of the items that a dead worker had taken are listed.
+_LISTED_ITEMS = 8
 
 # How long workers that are still loading may go on after the end, before they are killed.
 _GRACE_S = 0.25
@@ -52,6 +60,13 @@ class WorkerPool:
         job: What they do.
         packed_job: The same as bytes, for the start methods that need it.
         timeout_s: How long a fresh process may take to be ready; None waits for ever.
+        max_restarts: How many processes that have ended on their own are replaced.
+        indices_of: Positions in the group of the ``count`` items from ``first`` on of a batch with
+            a serial number, as ``indices_of(serial, first, count)``.
+
+    Attributes:
+        restart_count: Processes that have been replaced so far.
+        retried_count: Items that these had taken, and that are loaded again.
     """
 
     def __init__(
@@ -62,6 +77,8 @@ class WorkerPool:
         job: LoadJob,
         packed_job: bytes | None,
         timeout_s: float | None,
+        max_restarts: int,
+        indices_of: Callable[[int, int, int], list[int]],
     ) -> None:
         self._arena = arena
         self._count = count
@@ -69,91 +86,116 @@ class WorkerPool:
         self._job = job
         self._packed_job = packed_job
         self._timeout_s = timeout_s
-        self._workers: list[_Worker] = []
+        self._max_restarts = max_restarts
+        self._indices_of = indices_of
+        self._workers: dict[int, _Worker] = {}
+        self._endings = select.poll()
+        self._trainer_fd = -1
+        self._server: socket.socket | None = None
         self._resources = contextlib.ExitStack()
+        self.restart_count = self.retried_count = 0
 
     def start(self) -> None:
         """Start all processes; if one cannot be started, none is left."""
-        trainer_fd = os.pidfd_open(os.getpid())
-        self._resources.callback(os.close, trainer_fd)
+        self._trainer_fd = os.pidfd_open(os.getpid())
+        self._resources.callback(os.close, self._trainer_fd)
         try:
-            if self._start_method == "fork":
-                self._fork_all(trainer_fd)
-            elif self._start_method == "spawn":
-                self._spawn_all(trainer_fd)
-            else:
-                self._fork_all_from_server(trainer_fd)
+            if self._start_method == "forkserver":
+                self._start_server()
+            self._start_workers(range(self._count))
         except BaseException:
             self.stop()
             raise
 
-    def _add(self, pid: int, reap: Callable[[], int | None]) -> None:
+    def _start_workers(self, indices: Sequence[int]) -> None:
+        if self._start_method == "fork":
+            self._fork_workers(indices)
+        elif self._start_method == "spawn":
+            self._spawn_workers(indices)
+        else:
+            self._fork_workers_from_server(indices)
+
+    def _add(self, index: int, pid: int, reap: Callable[[], int | None]) -> None:
         try:
             worker = _Worker(pid, os.pidfd_open(pid), reap)
         except OSError:  # too many open files
             os.kill(pid, signal.SIGKILL)
             reap()
             raise
-        self._arena.watch(len(self._workers), worker.pidfd)
-        self._workers.append(worker)
+        self._arena.watch(index, worker.pidfd)
+        self._endings.register(worker.pidfd, select.POLLIN)
+        self._workers[index] = worker
 
-    def _fork_all(self, trainer_fd: int) -> None:
+    def _fork_workers(self, indices: Sequence[int]) -> None:
         # What is buffered would be written by every child, too.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(AttributeError, OSError, ValueError):
                 stream.flush()
-        for index in range(self._count):
+        for index in indices:
             # Signals wait until a fresh child is ready for them and this process knows of it.
             with signals_held():
-                pid = self._fork(index, trainer_fd)
-                self._add(pid, lambda pid=pid: _wait_for(pid))  # type: ignore[misc]
+                pid = self._fork(index)
+                self._add(index, pid, lambda pid=pid: _wait_for(pid))  # type: ignore[misc]
 
-    def _fork(self, index: int, trainer_fd: int) -> int:
+    def _fork(self, index: int) -> int:
         # The warnings say that a forked child must not use JAX or other threads' locks. A worker
         # does not, and the user did not write the call that they are about.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             pid = os.fork()
             if pid == 0:
-                self._be_worker(index, trainer_fd)
+                self._be_worker(index)
         leave_group(pid)
         return pid
 
-    def _be_worker(self, index: int, trainer_fd: int) -> NoReturn:
+    def _be_worker(self, index: int) -> NoReturn:
         status = 1
         try:
-            run_worker(self._arena, self._job, index, trainer_fd)
+            run_worker(self._arena, self._job, index, self._trainer_fd)
             status = 0
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:
             leave(status)
 
-    def _spawn_all(self, trainer_fd: int) -> None:
+    def _spawn_workers(self, indices: Sequence[int]) -> None:
         assert self._packed_job is not None
-        connections = []
-        for _ in range(self._count):
-            with signals_held():
-                process, connection = _spawned.start()
-                self._resources.callback(connection.close)
-                self._add(process.pid, process.wait)
-            connections.append(connection)
-        for index, connection in enumerate(connections):
-            _spawned.introduce(connection, self._arena, trainer_fd, index, self._packed_job)
-        for connection in connections:
-            _spawned.await_ready(connection, self._timeout_s)
+        with contextlib.ExitStack() as connections:
+            started = []
+            for index in indices:
+                with signals_held():
+                    process, connection = _spawned.start()
+                    connections.callback(connection.close)
+                    self._add(index, process.pid, process.wait)
+                started.append((index, connection))
+            for index, connection in started:
+                _spawned.introduce(
+                    connection, self._arena, self._trainer_fd, index, self._packed_job
+                )
+            for _, connection in started:
+                _spawned.await_ready(connection, self._timeout_s)
 
-    def _fork_all_from_server(self, trainer_fd: int) -> None:
+    def _start_server(self) -> None:
         assert self._packed_job is not None
         with signals_held():
             server, connection = _spawned.start()
             self._resources.callback(_end_server, server)
             self._resources.callback(connection.close)
-        _spawned.introduce(connection, self._arena, trainer_fd, None, self._packed_job)
+        _spawned.introduce(connection, self._arena, self._trainer_fd, None, self._packed_job)
         _spawned.await_ready(connection, self._timeout_s)
-        for index in range(self._count):
-            pid = _spawned.fork_worker(connection, index)
-            self._add(pid, lambda pid=pid: _spawned.reap_worker(connection, pid))  # type: ignore[misc]
+        self._server = connection
+
+    def _fork_workers_from_server(self, indices: Sequence[int]) -> None:
+        server = self._server
+        assert server is not None
+        for index in indices:
+            try:
+                pid = _spawned.fork_worker(server, index)
+            except (EOFError, OSError) as error:
+                raise WorkerStartError(
+                    "the process that forks the loader processes has ended"
+                ) from error
+            self._add(index, pid, lambda pid=pid: _spawned.reap_worker(server, pid))  # type: ignore[misc]
 
     def __len__(self) -> int:
         return self._count
@@ -161,34 +203,84 @@ class WorkerPool:
     @property
     def pids(self) -> list[int]:
         """Process id of each worker."""
-        return [worker.pid for worker in self._workers]
+        return [self._workers[index].pid for index in sorted(self._workers)]
 
-    def ended(self, index: int, describe: Callable[[int, int], str]) -> WorkerDiedError:
-        """Collect a worker that has ended on its own, as the error that says so.
+    def find_ended(self) -> int | None:
+        """Number of a worker that has ended on its own, or None. Does not wait."""
+        ended = {fd for fd, _ in self._endings.poll(0)}
+        return next((i for i, worker in self._workers.items() if worker.pidfd in ended), None)
+
+    def replace(self, index: int, describe: Callable[[int, int], str]) -> None:
+        """Put another process in the place of a worker that has ended; it loads its items again.
 
         Args:
             index: Number of the worker.
             describe: Text for the item at a position of a batch with a serial number.
+
+        Raises:
+            WorkerDiedError: ``max_restarts`` processes have been replaced already.
+            WorkerStartError: Another process could not be started.
         """
-        worker = self._workers[index]
+        error = self._bury(index, describe)
+        if self.restart_count >= self._max_restarts:
+            raise error
+        self.restart_count += 1
+        self.retried_count += len(error.indices)
+        logger.warning(
+            "%s; restart %d of at most %d (max_restarts)",
+            error,
+            self.restart_count,
+            self._max_restarts,
+        )
+        self._start_workers((index,))
+
+    def _bury(self, index: int, describe: Callable[[int, int], str]) -> WorkerDiedError:
+        """Collect a worker that has ended on its own, as the error that says so."""
+        worker = self._workers.pop(index)
         self._arena.watch(index, -1)
+        self._endings.unregister(worker.pidfd)
         exitcode = worker.reap()
-        worker.reap = lambda: exitcode
-        _, item, *_ = self._arena.worker_state(index)
-        doing = "" if item is None else f" while loading {describe(*item)}"
+        os.close(worker.pidfd)
+        is_started, item, *_ = self._arena.worker_state(index)
+        run = self._arena.worker_run(index)
+        self._arena.bury(index)
+        indices: tuple[int, ...] = ()
+        doing = " while it waited for work" if is_started else " before it had started"
+        if item is not None and run is not None:
+            doing = f" while loading {describe(*item)}"
+            indices = tuple(self._indices_of(*run))
+            if len(indices) > 1:
+                listed = ", ".join(map(str, indices[:_LISTED_ITEMS]))
+                rest = len(indices) - _LISTED_ITEMS
+                doing += f"; it had taken items {listed}" + (f" and {rest} more" * (rest > 0))
         return WorkerDiedError(
             f"loader process {index} (pid {worker.pid}) {_describe_exit(exitcode)}{doing}"
-            f"{_hint(exitcode)}",
+            f"{self._hint(exitcode)}",
             worker_index=index,
             pid=worker.pid,
             exitcode=exitcode,
+            indices=indices,
         )
+
+    def _hint(self, exitcode: int | None) -> str:
+        """What may have been the cause, to be added to a sentence."""
+        if exitcode == -signal.SIGKILL:
+            return (
+                "; the kernel does that when memory runs out: the arena takes "
+                f"{format_nbytes(self._arena.nbytes)}, and {format_nbytes(available_nbytes())} "
+                "are available now"
+            )
+        if exitcode == -signal.SIGBUS:
+            return "; a file that it had mapped may have become shorter"
+        if exitcode == -signal.SIGSEGV:
+            return "; native code crashed, see the Python stack on stderr"
+        return ""
 
     def stop(self) -> None:
         """End all processes and give back what they needed. May be called again."""
         self._arena.close()
-        workers, self._workers = self._workers, []
-        running = {worker.pidfd for worker in workers}
+        workers, self._workers = self._workers, {}
+        running = {worker.pidfd for worker in workers.values()}
         try:
             _wait_for_all(running)
         finally:
@@ -196,7 +288,7 @@ class WorkerPool:
             for fd in running:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(fd, signal.SIGKILL)
-            for index, worker in enumerate(workers):
+            for index, worker in workers.items():
                 self._arena.watch(index, -1)
                 worker.reap()
                 os.close(worker.pidfd)
@@ -242,12 +334,3 @@ def _describe_exit(exitcode: int | None) -> str:
     except ValueError:  # a real-time signal
         name = f"signal {-exitcode}"
     return f"was ended by {name}"
-
-
-def _hint(exitcode: int | None) -> str:
-    hints: dict[int | None, str] = {
-        -signal.SIGKILL: "; the kernel does that when memory runs out",
-        -signal.SIGBUS: "; a file that it had mapped may have become shorter",
-        -signal.SIGSEGV: "; native code crashed, see the Python stack on stderr",
-    }
-    return hints.get(exitcode, "")

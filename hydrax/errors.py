@@ -77,19 +77,30 @@ class LoaderError(HydraxError, RuntimeError):
 class WorkerDiedError(HydraxError, RuntimeError):
     """A loader process ended on its own: killed, crashed, or exited.
 
+    Raised by ``next()``, also if the process was idle, unless ``max_restarts`` allows for another
+    one in its place.
+
     Attributes:
         worker_index: Which loader process, counted from 0.
         pid: Its process id.
         exitcode: Exit status, or minus the number of the signal that ended it; None if unknown.
+        indices: Positions in their DataGroup of the items that it had taken to load.
     """
 
     def __init__(
-        self, message: str, *, worker_index: int = -1, pid: int = 0, exitcode: int | None = None
+        self,
+        message: str,
+        *,
+        worker_index: int = -1,
+        pid: int = 0,
+        exitcode: int | None = None,
+        indices: tuple[int, ...] = (),
     ) -> None:
         super().__init__(message)
         self.worker_index = worker_index
         self.pid = pid
         self.exitcode = exitcode
+        self.indices = indices
 
 
 class WorkerStartError(HydraxError, RuntimeError):
