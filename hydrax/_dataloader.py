@@ -28,7 +28,13 @@ from hydrax._state import make_state, read_state, schedule_facts
 from hydrax._stats import LoaderStats, WorkerStats
 from hydrax._waiting import BatchWaiter
 from hydrax._workers import StartMethod, WorkerPool
-from hydrax.errors import ArenaMemoryError, LoaderError, WorkerDiedError, WorkerStartError
+from hydrax.errors import (
+    ArenaMemoryError,
+    HydraxError,
+    LoaderError,
+    WorkerDiedError,
+    WorkerStartError,
+)
 
 if TYPE_CHECKING:
     import jax
@@ -537,6 +543,7 @@ class Dataloader(Generic[D]):
             self._stop_loading()
         finally:
             self._arena = None  # arrays that still live keep its memory
+            self._fatal_error = None
             self._interrupt_handler.restore()
             self._inline = None
             self._waiter = None
@@ -569,6 +576,9 @@ class Dataloader(Generic[D]):
                 )
             try:
                 result = self._next_result()
+            except HydraxError as error:
+                # A user may keep it; the frames between here and there would keep the arena.
+                result = error.with_traceback(None)
             finally:
                 self._next_lock.release()
             if isinstance(result, Batch):
