@@ -37,7 +37,10 @@ BENCHMARKS = (
     "ready_batch",
     "start_stop",
     "huge_range",
+    "resume",
+    "worker_death",
     "memory",
+    "endurance",
 )
 PROCESS_LIMIT_S = 120
 
