@@ -733,3 +733,24 @@ def test_starting_and_leaving_many_times_leaves_nothing(rng):
             )
     assert counts[0] == counts[1]
     assert not any(is_running(child.pid) for child in psutil.Process().children())
+
+
+def test_a_startup_func_sets_the_processors_of_its_process_and_affinity_is_inherited():
+    processors = os.sched_getaffinity(0)
+    pinned = {min(processors)}
+
+    def load(number, arrays, seed):
+        return {"processors": os.sched_getaffinity(0)}
+
+    def seen(startup_func):
+        with Dataloader(
+            load, numbers(), loader_count=2, startup_func=startup_func, timeout_sec=TIMEOUT_S
+        ) as dataloader:
+            return next(dataloader).additional["processors"][0]
+
+    os.sched_setaffinity(0, pinned)
+    try:
+        assert seen(None) == pinned
+        assert seen(lambda: os.sched_setaffinity(0, processors)) == processors
+    finally:
+        os.sched_setaffinity(0, processors)
