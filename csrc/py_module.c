@@ -105,6 +105,7 @@ static int core_exec(PyObject *module)
     if (PyModule_AddIntConstant(module, "TIMED_OUT", -1) < 0 ||
         PyModule_AddIntConstant(module, "INTERRUPTED", -2) < 0 ||
         PyModule_AddIntConstant(module, "CLOSED", -3) < 0 ||
+        PyModule_AddIntConstant(module, "SLOT_READY", HX_SLOT_READY) < 0 ||
         PyModule_AddIntConstant(module, "SLOT_LEASED", HX_SLOT_LEASED) < 0 ||
         PyModule_AddIntConstant(module, "TRAINING", HX_PLAN_TRAINING) < 0 ||
         PyModule_AddIntConstant(module, "VALIDATION", HX_PLAN_VALIDATION) < 0 ||

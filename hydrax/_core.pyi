@@ -5,6 +5,7 @@ from typing_extensions import Buffer
 TIMED_OUT: Final[int]
 INTERRUPTED: Final[int]
 CLOSED: Final[int]
+SLOT_READY: Final[int]
 SLOT_LEASED: Final[int]
 TRAINING: Final[int]
 VALIDATION: Final[int]
@@ -125,6 +126,7 @@ class Arena:
     def worker_state(
         self, worker: int, /
     ) -> tuple[bool, tuple[int, int] | None, float | None, int, int]: ...
+    def worker_slot_wait_ns(self, worker: int, /) -> int: ...
     def slot_states(self) -> list[int]: ...
     @property
     def nbytes(self) -> int: ...
