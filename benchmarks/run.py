@@ -38,6 +38,7 @@ BENCHMARKS = (
     "start_stop",
     "huge_range",
     "memory",
+    "descriptors",
 )
 PROCESS_LIMIT_S = 120
 

@@ -28,6 +28,7 @@ from hydrax._records import (
     read_records,
 )
 from hydrax._schedule import GroupOrder, PlannedBatch, Schedule, Validation
+from hydrax._shared_items import warn_of_copying
 from hydrax._specs import ArrayLayout, lay_out, placed_specs
 from hydrax._state import make_state, read_state, schedule_facts
 from hydrax._stats import LoaderStats, WorkerStats
@@ -488,6 +489,8 @@ class Dataloader(Generic[D]):
                     rest,
                     len(group),
                 )
+            if self._loader_count > 0:
+                warn_of_copying(group.data)
         self._place = self._choose_placement()
         try:
             _entered.add(self)  # first, so that a process forked meanwhile leaves it alone

@@ -19,6 +19,7 @@ from hydrax import _context, _core, _debug
 from hydrax._convert import convert
 from hydrax._failures import EXITS, LoadFailure, RunReport, describe_failure
 from hydrax._random import ItemRandom
+from hydrax._shared_items import readable
 from hydrax._specs import ArrayLayout
 from hydrax.errors import ValueRangeError
 
@@ -102,6 +103,7 @@ class ItemLoader:
     def __init__(self, arena: _core.Arena, job: LoadJob) -> None:
         self._arena = arena
         self._job = job
+        self._data = tuple(readable(group.data) for group in job.groups)
         self._slots: dict[tuple[int, int], Arrays] = {}
         self._views: dict[tuple[int, int], list[Arrays]] = {}
         self._kept = 0
@@ -241,7 +243,7 @@ class ItemLoader:
         loader = self._job.loader_func
         begin = run.begin
         forget = self._random.forget
-        data = group.data
+        data = self._data[run.group]
         start = first - run.first
         indices = run.indices()[start : start + len(views)]
         seeds = run.seeds()[start : start + len(views)]
@@ -347,7 +349,7 @@ class ItemLoader:
             loader = self._job.loader_func
             if self._job.is_debug:
                 loader = _poisoning(loader, self._random.forget)
-            descriptors = _descriptors(run, group.data, start, count)
+            descriptors = _descriptors(run, self._data[run.group], start, count)
             result = loader(
                 descriptors, MappingProxyType(parts), None if group.is_validation else seeds
             )
