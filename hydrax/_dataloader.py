@@ -252,6 +252,7 @@ class Dataloader(Generic[D]):
         self._interrupted = False
         self._interrupt_handler = InterruptHandler(self.interrupt)
         self._idle_ns = 0
+        self._final_stats: LoaderStats | None = None
         self._reset_counts()
 
     def _reset_counts(self) -> None:
@@ -352,8 +353,10 @@ class Dataloader(Generic[D]):
     def stats(self) -> LoaderStats:
         """Counts and times so far, and in plain words whether loading keeps up.
 
+        After the block has been left they stay what they were then.
+
         Raises:
-            RuntimeError: The block has not been entered, or has been left.
+            RuntimeError: The block has not been entered.
 
         Example:
             >>> import hydrax
@@ -369,9 +372,11 @@ class Dataloader(Generic[D]):
             >>> stats.batches_delivered, stats.batches_dropped, stats.items_dropped
             (3, 1, 2)
         """
-        if self._waiter is None or self._arena is None:
-            raise RuntimeError("a Dataloader has statistics inside its with block only")
+        if self._final_stats is not None:
+            return self._final_stats
         arena = self._arena
+        if self._waiter is None or arena is None:
+            raise RuntimeError("a Dataloader has statistics once its with block is entered")
         elapsed_sec = max(time.monotonic_ns() - self._entered_ns, 1) * 1e-9
         loaders = [
             self._worker_stats(index, elapsed_sec) for index in range(max(self._loader_count, 1))
@@ -555,6 +560,8 @@ class Dataloader(Generic[D]):
 
     def _close(self) -> None:
         self._state = "closed"
+        if self._waiter is not None and self._final_stats is None:
+            self._final_stats = self.stats()
         try:
             self._stop_loading()
         finally:
