@@ -40,9 +40,10 @@ BENCHMARKS = (
     "resume",
     "worker_death",
     "memory",
+    "descriptors",
     "endurance",
 )
-PROCESS_LIMIT_S = 120
+PROCESS_LIMIT_S = 300
 
 Values = dict[tuple[str, str], list[float]]
 

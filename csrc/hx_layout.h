@@ -93,6 +93,8 @@ struct hx_worker {
     _Atomic uint64_t since_ns;                           /* start of the run, CLOCK_MONOTONIC */
     _Atomic uint64_t item_count;                         /* items loaded so far */
     _Atomic uint64_t busy_ns;                            /* time in runs so far */
+    _Atomic uint64_t slot_wait_ns;                       /* time without a free slot so far */
+    _Atomic uint64_t slot_wait_since_ns;                 /* start of such a wait, or 0 */
 };
 
 enum hx_change_kind { HX_CHANGE_NONE = 0, HX_CHANGE_CLAIM, HX_CHANGE_END };

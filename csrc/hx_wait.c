@@ -49,6 +49,26 @@ static enum hx_status worker_sleep(struct hx_arena *arena, int trainer_fd, uint6
     return HX_OK;
 }
 
+/* Sleep until there may be work, and account for the time in which a plan waits for a slot. */
+static enum hx_status worker_sleep_counted(struct hx_arena *arena, uint32_t worker, int trainer_fd,
+                                           uint64_t deadline)
+{
+    const struct hx_header *header = arena->header;
+    struct hx_worker *record = &arena->workers[worker];
+    const int lacks_slot =
+        hx_load_relaxed_u64(&header->plan_head) < hx_load_seq_cst_u64(&header->plan_tail);
+    const uint64_t start = lacks_slot ? hx_now_ns() : 0;
+    enum hx_status status;
+    hx_store_relaxed_u64(&record->slot_wait_since_ns, start);
+    status = worker_sleep(arena, trainer_fd, deadline);
+    if (lacks_slot) {
+        hx_store_relaxed_u64(&record->slot_wait_since_ns, 0);
+        hx_store_relaxed_u64(&record->slot_wait_ns,
+                             hx_load_relaxed_u64(&record->slot_wait_ns) + hx_now_ns() - start);
+    }
+    return status;
+}
+
 enum hx_status hx_worker_next(struct hx_arena *arena, uint32_t worker, int trainer_fd,
                               uint64_t deadline, struct hx_run *out)
 {
@@ -63,7 +83,7 @@ enum hx_status hx_worker_next(struct hx_arena *arena, uint32_t worker, int train
         if (status == HX_NOTHING && trainer_fd < 0 && atomic_exchange(&arena->is_kicked, 0))
             status = HX_INTERRUPTED;
         if (status == HX_NOTHING) {
-            status = worker_sleep(arena, trainer_fd, deadline);
+            status = worker_sleep_counted(arena, worker, trainer_fd, deadline);
             if (status == HX_OK)
                 status = HX_NOTHING; /* look again */
         }

@@ -334,6 +334,24 @@ static PyObject *arena_worker_state(PyObject *object, PyObject *argument)
         (unsigned long long)hx_load_relaxed_u64(&record->busy_ns));
 }
 
+static PyObject *arena_worker_slot_wait(PyObject *object, PyObject *argument)
+{
+    struct hx_arena *arena = arena_of(object);
+    const struct hx_worker *record;
+    uint64_t since, total;
+    const unsigned long worker = PyLong_AsUnsignedLong(argument);
+    if (PyErr_Occurred())
+        return NULL;
+    if (worker >= arena->header->worker_count) {
+        PyErr_SetString(PyExc_IndexError, "no such worker");
+        return NULL;
+    }
+    record = &arena->workers[worker];
+    since = hx_load_relaxed_u64(&record->slot_wait_since_ns);
+    total = hx_load_relaxed_u64(&record->slot_wait_ns) + (since == 0 ? 0 : hx_now_ns() - since);
+    return PyLong_FromUnsignedLongLong(total);
+}
+
 static PyObject *arena_slot_states(PyObject *object, PyObject *unused)
 {
     const struct hx_arena *arena = arena_of(object);
@@ -420,6 +438,9 @@ static PyMethodDef arena_methods[] = {
      "worker_state(worker, /)\n--\n\n"
      "(is started, (serial, item) or None, seconds in the run or None, items loaded so far,\n"
      "nanoseconds in runs so far)."},
+    {"worker_slot_wait_ns", arena_worker_slot_wait, METH_O,
+     "worker_slot_wait_ns(worker, /)\n--\n\n"
+     "Nanoseconds that a worker has waited for a free slot while a batch was planned."},
     {"slot_states", arena_slot_states, METH_NOARGS, "slot_states()\n--\n\nState of each slot."},
     {NULL, NULL, 0, NULL},
 };

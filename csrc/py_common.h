@@ -15,6 +15,7 @@
 /* State of the module: its types, owned. */
 struct core_state {
     PyTypeObject *arena_type;
+    PyTypeObject *items_type;
     PyTypeObject *lease_type;
     PyTypeObject *plan_type;
     PyTypeObject *run_type;
@@ -23,6 +24,7 @@ struct core_state {
 
 /* Each makes one type for the module; new reference, or NULL with an exception. */
 PyTypeObject *core_make_arena_type(PyObject *module);
+PyTypeObject *core_make_items_type(PyObject *module);
 PyTypeObject *core_make_lease_type(PyObject *module);
 PyTypeObject *core_make_plan_type(PyObject *module);
 PyTypeObject *core_make_run_type(PyObject *module);

@@ -100,11 +100,13 @@ static int core_exec(PyObject *module)
         add_type(module, &state->run_type, core_make_run_type(module)) < 0 ||
         add_type(module, &state->tensor_type, core_make_tensor_type(module)) < 0 ||
         add_type(module, &state->lease_type, core_make_lease_type(module)) < 0 ||
+        add_type(module, &state->items_type, core_make_items_type(module)) < 0 ||
         add_type(module, &state->arena_type, core_make_arena_type(module)) < 0)
         return -1;
     if (PyModule_AddIntConstant(module, "TIMED_OUT", -1) < 0 ||
         PyModule_AddIntConstant(module, "INTERRUPTED", -2) < 0 ||
         PyModule_AddIntConstant(module, "CLOSED", -3) < 0 ||
+        PyModule_AddIntConstant(module, "SLOT_READY", HX_SLOT_READY) < 0 ||
         PyModule_AddIntConstant(module, "SLOT_LEASED", HX_SLOT_LEASED) < 0 ||
         PyModule_AddIntConstant(module, "TRAINING", HX_PLAN_TRAINING) < 0 ||
         PyModule_AddIntConstant(module, "VALIDATION", HX_PLAN_VALIDATION) < 0 ||
@@ -119,6 +121,7 @@ static int core_traverse(PyObject *module, visitproc visit, void *arg)
 {
     struct core_state *state = PyModule_GetState(module);
     Py_VISIT(state->arena_type);
+    Py_VISIT(state->items_type);
     Py_VISIT(state->lease_type);
     Py_VISIT(state->plan_type);
     Py_VISIT(state->run_type);
@@ -130,6 +133,7 @@ static int core_clear(PyObject *module)
 {
     struct core_state *state = PyModule_GetState(module);
     Py_CLEAR(state->arena_type);
+    Py_CLEAR(state->items_type);
     Py_CLEAR(state->lease_type);
     Py_CLEAR(state->plan_type);
     Py_CLEAR(state->run_type);

@@ -12,6 +12,7 @@ from hydrax import _core
 from hydrax._datagroup import DataGroup
 from hydrax._schedule import PlannedBatch
 from hydrax._specs import ArrayLayout
+from hydrax.errors import LoaderError
 
 if TYPE_CHECKING:
     import jax
@@ -21,6 +22,7 @@ __all__ = ["Batch", "TrainingBatch", "ValidationBatch", "make_batch"]
 D = TypeVar("D")
 
 _NO_ADDITIONAL: Mapping[str, list[Any]] = MappingProxyType({})
+_NONE_SKIPPED: Mapping[int, LoaderError] = MappingProxyType({})
 
 
 class _BatchData(Sequence[D], Generic[D]):
@@ -65,6 +67,7 @@ class Batch(Generic[D]):
         "_indices",
         "_memory",
         "_planned",
+        "_skipped",
     )
 
     _group: DataGroup[D]
@@ -73,6 +76,7 @@ class Batch(Generic[D]):
     _additional: Mapping[str, list[Any]]
     _indices: list[int] | None
     _memory: range
+    _skipped: Mapping[int, LoaderError]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError("batches are made by a Dataloader only")
@@ -135,17 +139,28 @@ class Batch(Generic[D]):
 
     @property
     def valid_count(self) -> int:
-        """Items that are not repetitions: all, except in a last batch that was padded."""
-        return self._planned.valid_count
+        """Items that count: without those that only pad a last batch, or that were skipped."""
+        return self._planned.valid_count - len(self._skipped)
 
     @property
     def mask(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Bool array of shape ``(batch,)``: False for items that only pad a last batch.
+        """Bool array of shape ``(batch,)``: False for items that are not to count.
 
-        It has the same shape in each batch of a group with ``remainder="pad"``, so that a jitted
-        function that takes it is compiled once.
+        Those are the items that only pad a last batch (``remainder="pad"``) and those that could
+        not be loaded (``on_error="skip_item"``), whose place in each array is zeros. Every batch
+        has a mask, so that a jitted function that takes it is compiled once.
         """
-        return np.arange(len(self)) < self.valid_count
+        mask = np.arange(len(self)) < self._planned.valid_count
+        mask[list(self._skipped)] = False
+        return mask
+
+    @property
+    def skipped(self) -> Mapping[int, LoaderError]:
+        """Position in the batch to the error, for items that could not be loaded; read-only.
+
+        It is empty unless the Dataloader has ``on_error="skip_item"``.
+        """
+        return self._skipped
 
     @property
     def group(self) -> DataGroup[D]:
@@ -230,6 +245,7 @@ class Batch(Generic[D]):
         batch._additional = self._additional
         batch._indices = self._indices
         batch._memory = self._memory
+        batch._skipped = self._skipped
         return batch
 
     def block_until_ready(self) -> Batch[D]:
@@ -321,6 +337,7 @@ def make_batch(
     arrays: dict[str, jax.Array],
     additional: dict[str, list[Any]] | None,
     memory: range,
+    skipped: Mapping[int, LoaderError] | None,
 ) -> Batch[D]:
     """A batch, for the Dataloader; memory is the range of the arena's addresses."""
     cls: Any = TrainingBatch if planned.kind == _core.TRAINING else ValidationBatch
@@ -331,4 +348,5 @@ def make_batch(
     batch._additional = _NO_ADDITIONAL if additional is None else MappingProxyType(additional)
     batch._indices = None
     batch._memory = memory
+    batch._skipped = MappingProxyType(skipped) if skipped else _NONE_SKIPPED
     return batch

@@ -21,8 +21,15 @@ from hydrax._datagroup import DataGroup, check_groups, check_validation
 from hydrax._interrupt import InterruptHandler
 from hydrax._item_loader import ItemLoader, LoadGroup, LoadJob
 from hydrax._memory import available_nbytes, format_nbytes
-from hydrax._records import describe_item, read_records
+from hydrax._records import (
+    BatchFailure,
+    BatchRecords,
+    describe_item,
+    failure_of_all,
+    read_records,
+)
 from hydrax._schedule import GroupOrder, PlannedBatch, Schedule, Validation
+from hydrax._shared_items import warn_of_copying
 from hydrax._specs import ArrayLayout, lay_out, placed_specs
 from hydrax._state import make_state, read_state, schedule_facts
 from hydrax._stats import LoaderStats, WorkerStats
@@ -52,6 +59,7 @@ _COLLECT_EVERY = 1024
 # How often next() looks for loader processes that have ended while it need not wait.
 _LOOK_EVERY_NS = 20_000_000
 _START_METHODS = ("fork", "forkserver", "spawn")
+_POLICIES = ("raise", "drop_batch", "skip_item")
 
 LoaderFunc = Callable[..., Mapping[str, Any] | None]
 PlacementFunc = Callable[
@@ -110,10 +118,13 @@ class Dataloader(Generic[D]):
             asks the loader function, which may have an attribute ``is_batched``.
         debug: Whether to check that the loader function fills its arrays, at the price of calling
             it again where in doubt. Also switched on by ``HYDRAX_DEBUG=1`` in the environment.
-        on_error: What becomes of a batch of which an item could not be loaded. ``"raise"``:
-            ``next`` raises the :class:`LoaderError`. ``"drop_batch"``: the batch is left out, which
-            is logged with its cause and counted in :meth:`stats`. A callable is called with the
-            error; if it returns, the batch is dropped.
+        on_error: What becomes of an item that could not be loaded. ``"raise"``: ``next`` raises the
+            :class:`LoaderError` in the place of its batch. ``"drop_batch"``: its batch is left out.
+            ``"skip_item"``: its place in every array is zeros and ``batch.mask`` is False there; a
+            batch of which no item could be loaded is left out. What is left out is logged with its
+            cause and counted in :meth:`stats`. A callable is called with the error; if it returns,
+            the batch is left out. KeyboardInterrupt and SystemExit of a loader function are not
+            about the item: they are raised always.
         max_restarts: How many loader processes that end on their own (killed, crashed, exited) are
             replaced by new ones, which load their items again: the batches are the same. Each is
             logged with its cause. The next one after that is a :class:`WorkerDiedError`.
@@ -157,7 +168,9 @@ class Dataloader(Generic[D]):
         start_method: StartMethod = "fork",
         batched: bool | None = None,
         debug: bool = False,
-        on_error: Literal["raise", "drop_batch"] | Callable[[LoaderError], object] = "raise",
+        on_error: (
+            Literal["raise", "drop_batch", "skip_item"] | Callable[[LoaderError], object]
+        ) = "raise",
         max_restarts: int = 0,
     ) -> None:
         if _context.is_worker():
@@ -176,9 +189,9 @@ class Dataloader(Generic[D]):
             raise ValueError(
                 f"start_method is {start_method!r}; expected one of {', '.join(_START_METHODS)}"
             )
-        if not callable(on_error) and on_error not in ("raise", "drop_batch"):
+        if not callable(on_error) and on_error not in _POLICIES:
             raise ValueError(
-                f"on_error is {on_error!r}; expected 'raise', 'drop_batch' or a callable"
+                f"on_error is {on_error!r}; expected one of {', '.join(_POLICIES)}, or a callable"
             )
         self._on_error = on_error
         self._depth = check_int("depth", depth, minimum=1, maximum=2**20)
@@ -224,6 +237,7 @@ class Dataloader(Generic[D]):
             bool(batched),
             bool(debug) or os.environ.get("HYDRAX_DEBUG", "0") not in ("", "0"),
             check_int("loader_nice", loader_nice, minimum=-40, maximum=40),
+            on_error == "skip_item",
         )
         self._packed_job: bytes | None = None
         if start_method != "fork" and self._loader_count > 0:
@@ -256,11 +270,12 @@ class Dataloader(Generic[D]):
         self._interrupt_handler = InterruptHandler(self.interrupt)
         self._idle_ns = 0
         self._look_at_ns = 0
+        self._final_stats: LoaderStats | None = None
         self._reset_counts()
 
     def _reset_counts(self) -> None:
         self._batches_delivered = self._items_delivered = 0
-        self._batches_dropped = self._items_dropped = self._last_dropped_items = 0
+        self._batches_dropped = self._items_dropped = self._items_skipped = 0
         self._entered_ns = time.monotonic_ns()
 
     def _lay_out_slots(self) -> tuple[list[Mapping[str, ArrayLayout]], int]:
@@ -356,8 +371,10 @@ class Dataloader(Generic[D]):
     def stats(self) -> LoaderStats:
         """Counts and times so far, and in plain words whether loading keeps up.
 
+        After the block has been left they stay what they were then.
+
         Raises:
-            RuntimeError: The block has not been entered, or has been left.
+            RuntimeError: The block has not been entered.
 
         Example:
             >>> import hydrax
@@ -373,22 +390,44 @@ class Dataloader(Generic[D]):
             >>> stats.batches_delivered, stats.batches_dropped, stats.items_dropped
             (3, 1, 2)
         """
-        if self._waiter is None or self._arena is None:
-            raise RuntimeError("a Dataloader has statistics inside its with block only")
-        elapsed_ns = max(time.monotonic_ns() - self._entered_ns, 1)
-        workers = []
-        for index, pid in enumerate(self._pool.pids if self._pool is not None else ()):
-            *_, item_count, busy_ns = self._arena.worker_state(index)
-            workers.append(WorkerStats(pid, item_count, busy_ns * 1e-9, busy_ns / elapsed_ns))
+        if self._final_stats is not None:
+            return self._final_stats
+        arena = self._arena
+        if self._waiter is None or arena is None:
+            raise RuntimeError("a Dataloader has statistics once its with block is entered")
+        elapsed_sec = max(time.monotonic_ns() - self._entered_ns, 1) * 1e-9
+        loaders = [
+            self._worker_stats(index, elapsed_sec) for index in range(max(self._loader_count, 1))
+        ]
         return LoaderStats(
-            self._batches_delivered,
-            self._items_delivered,
-            self._batches_dropped,
-            self._items_dropped,
-            elapsed_ns * 1e-9,
-            self._waiter.starved_ns * 1e-9,
-            self._waiter.blocked_ns * 1e-9,
-            tuple(workers),
+            batches_delivered=self._batches_delivered,
+            items_delivered=self._items_delivered,
+            batches_dropped=self._batches_dropped,
+            items_dropped=self._items_dropped,
+            items_skipped=self._items_skipped,
+            items_pending=sum(planned.valid_count for planned in list(self._pending)),
+            items_retried=0 if self._pool is None else self._pool.retried_count,
+            worker_restarts=0 if self._pool is None else self._pool.restart_count,
+            batches_ready=arena.slot_states().count(_core.SLOT_READY),
+            elapsed_sec=elapsed_sec,
+            starved_sec=self._waiter.starved_ns * 1e-9,
+            blocked_sec=self._waiter.blocked_ns * 1e-9,
+            loading_sec=sum(loader.busy_sec for loader in loaders),
+            slot_wait_sec=sum(loader.slot_wait_sec for loader in loaders),
+            workers=() if self._pool is None else tuple(loaders),
+        )
+
+    def _worker_stats(self, index: int, elapsed_sec: float) -> WorkerStats:
+        """What one loader process has done; number 0 is the main process if there are none."""
+        assert self._arena is not None
+        _, _, run_sec, item_count, busy_ns = self._arena.worker_state(index)
+        busy_sec = busy_ns * 1e-9 + (run_sec or 0.0)
+        return WorkerStats(
+            pid=os.getpid() if self._pool is None else self._pool.pids[index],
+            item_count=item_count,
+            busy_sec=busy_sec,
+            slot_wait_sec=self._arena.worker_slot_wait_ns(index) * 1e-9,
+            busy_share=busy_sec / elapsed_sec,
         )
 
     def get_state(self) -> dict[str, Any]:
@@ -473,6 +512,8 @@ class Dataloader(Generic[D]):
                     rest,
                     len(group),
                 )
+            if self._loader_count > 0:
+                warn_of_copying(group.data)
         self._place = self._choose_placement()
         try:
             _entered.add(self)  # first, so that a process forked meanwhile leaves it alone
@@ -539,6 +580,8 @@ class Dataloader(Generic[D]):
 
     def _close(self) -> None:
         self._state = "closed"
+        if self._waiter is not None and self._final_stats is None:
+            self._final_stats = self.stats()
         try:
             self._stop_loading()
         finally:
@@ -574,6 +617,7 @@ class Dataloader(Generic[D]):
                 raise RuntimeError(
                     "next() is running already, in another thread or around this loader function"
                 )
+            result: Batch[D] | BatchFailure | HydraxError
             try:
                 result = self._next_result()
             except HydraxError as error:
@@ -583,14 +627,21 @@ class Dataloader(Generic[D]):
                 self._next_lock.release()
             if isinstance(result, Batch):
                 return result
-            if not isinstance(result, LoaderError) or self._on_error == "raise":
+            if isinstance(result, HydraxError):
                 try:
                     raise result
                 finally:
                     del result  # or the error and this frame would hold each other
-            self._drop(result)
+            self._batches_dropped += 1
+            self._items_dropped += result.item_count
+            if not result.is_of_item or self._on_error == "raise":
+                try:
+                    raise result.error
+                finally:
+                    del result
+            self._drop(result.error)
 
-    def _next_result(self) -> Batch[D] | Exception:
+    def _next_result(self) -> Batch[D] | BatchFailure:
         """The next batch, or the error that stands in its place."""
         if self._state != "running":
             self._refuse_next()
@@ -614,35 +665,44 @@ class Dataloader(Generic[D]):
             pending.remove(planned)
         self._plan_ahead()
         self._position = planned.following
-        additional: dict[str, list[Any]] | None = None
-        if lease.has_records:
+        read = self._read_records(planned, lease) if lease.has_records else None
+        if isinstance(read, BatchFailure):
             # The traceback of an error that is kept keeps frames, which must not keep the slot.
-            read = read_records(
-                planned,
-                self._groups[planned.group_number],
-                lease.records(),
-                is_batched=self._job.is_batched,
-                inline=self._inline,
-            )
-            if isinstance(read, Exception):
-                self._last_dropped_items = planned.valid_count
-                del lease
-                return read
-            additional = read
-        batch = self._deliver(planned, lease, additional)
+            del lease
+            return read
+        batch = self._deliver(planned, lease, read)
         self._batches_delivered += 1
         if self._batches_delivered % _COLLECT_EVERY == 0:
             gc.collect(0)
-        self._items_delivered += planned.valid_count
+        self._items_delivered += batch.valid_count
+        self._items_skipped += len(batch.skipped)
         return batch
 
-    def _drop(self, error: LoaderError) -> None:
-        """Leave out a batch that has failed, as on_error says; log it and count it."""
+    def _read_records(
+        self, planned: PlannedBatch, lease: _core.Lease
+    ) -> BatchRecords | BatchFailure:
+        """What the workers left with a batch; items that were skipped are logged."""
+        group = self._groups[planned.group_number]
+        read = read_records(
+            planned,
+            group,
+            lease.records(),
+            is_batched=self._job.is_batched,
+            inline=self._inline,
+        )
+        if isinstance(read, BatchRecords):
+            for error in read.skipped.values():
+                logger.warning("an item is skipped: %s", str(error))
+            if len(read.skipped) == planned.valid_count:
+                return failure_of_all(planned, read)
+        return read
+
+    def _drop(self, error: Exception) -> None:
+        """Leave out a batch that has failed, as on_error says, and log it."""
         if callable(self._on_error):
+            assert isinstance(error, LoaderError)
             self._on_error(error)  # it may raise
         logger.warning("a batch is dropped: %s", str(error))  # no record is to keep the error
-        self._batches_dropped += 1
-        self._items_dropped += self._last_dropped_items
 
     def _refuse_next(self) -> NoReturn:
         if self._state == "new":
@@ -712,16 +772,18 @@ class Dataloader(Generic[D]):
         self,
         planned: PlannedBatch,
         lease: _core.Lease,
-        additional: dict[str, list[Any]] | None,
+        read: BatchRecords | None,
     ) -> Batch[D]:
         """The batch in a leased slot."""
+        additional = None if read is None else read.additional
         number = planned.group_number
         group = self._groups[number]
         if self._place is not None:
             arrays = self._place(lease, number, planned.item_count)
         else:
             arrays = self._place_by_user(planned, lease, additional)
-        return make_batch(group, planned, arrays, additional, self._memory)
+        skipped = None if read is None else read.skipped
+        return make_batch(group, planned, arrays, additional, self._memory, skipped)
 
     def _place_by_user(
         self, planned: PlannedBatch, lease: _core.Lease, additional: dict[str, list[Any]] | None

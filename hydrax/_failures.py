@@ -1,4 +1,7 @@
-"""An item that could not be loaded, as it travels from a worker to the main process."""
+"""What a run of items leaves, as it travels from a worker to the main process.
+
+Its results, and why items of it could not be loaded.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,13 @@ import pickle
 import traceback
 from typing import NamedTuple
 
-__all__ = ["LoadFailure", "describe_failure"]
+__all__ = ["EXITS", "STARTING_UP", "LoadFailure", "RunReport", "describe_failure"]
+
+EXITS = (KeyboardInterrupt, SystemExit, bdb.BdbQuit)
+"""Exceptions that ask the program to end, whatever is being loaded."""
+
+STARTING_UP = "starting up"
+"""Stage of a failure that is about no item."""
 
 
 class LoadFailure(NamedTuple):
@@ -22,6 +31,7 @@ class LoadFailure(NamedTuple):
         arrays: What the item's arrays were, for the message.
         stage: What was being done.
         pid: Of the process it happened in.
+        is_exit: Whether it asks the program to end and so is not about the item.
     """
 
     kind: str
@@ -31,6 +41,20 @@ class LoadFailure(NamedTuple):
     arrays: str
     stage: str
     pid: int
+    is_exit: bool = False
+
+
+class RunReport(NamedTuple):
+    """What a run leaves that has more to say than its results.
+
+    Attributes:
+        results: The additional results, pickled: their classes may refuse to be rebuilt, and the
+            rest is to be read even so. None if there are none.
+        skipped: Item, counted within the batch, to why it was left out.
+    """
+
+    results: bytes | None
+    skipped: dict[int, LoadFailure]
 
 
 def describe_failure(error: BaseException, arrays: str, stage: str) -> LoadFailure:
@@ -57,4 +81,6 @@ def describe_failure(error: BaseException, arrays: str, stage: str) -> LoadFailu
         kind = "an exception"
     if isinstance(error, bdb.BdbQuit):
         message = "a debugger cannot be used in a loader process; use loader_count=0 for that"
-    return LoadFailure(kind, message, text, pickled, arrays, stage, os.getpid())
+    return LoadFailure(
+        kind, message, text, pickled, arrays, stage, os.getpid(), isinstance(error, EXITS)
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import array
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
@@ -17,8 +17,9 @@ import numpy as np
 
 from hydrax import _context, _core, _debug
 from hydrax._convert import convert
-from hydrax._failures import describe_failure
+from hydrax._failures import EXITS, LoadFailure, RunReport, describe_failure
 from hydrax._random import ItemRandom
+from hydrax._shared_items import readable
 from hydrax._specs import ArrayLayout
 from hydrax.errors import ValueRangeError
 
@@ -63,7 +64,11 @@ class LoadGroup:
 
 @dataclass(frozen=True)
 class LoadJob:
-    """Everything that a worker is to do; the same for all workers of a Dataloader."""
+    """Everything that a worker is to do; the same for all workers of a Dataloader.
+
+    With ``skips_items``, an item that cannot be loaded leaves zeros in its place, and the run goes
+    on with the next one.
+    """
 
     loader_func: Callable[..., Any]
     startup_func: Callable[[], None] | None
@@ -72,6 +77,7 @@ class LoadJob:
     is_batched: bool
     is_debug: bool
     nice: int
+    skips_items: bool
 
 
 class _ItemError(Exception):
@@ -97,6 +103,7 @@ class ItemLoader:
     def __init__(self, arena: _core.Arena, job: LoadJob) -> None:
         self._arena = arena
         self._job = job
+        self._data = tuple(readable(group.data) for group in job.groups)
         self._slots: dict[tuple[int, int], Arrays] = {}
         self._views: dict[tuple[int, int], list[Arrays]] = {}
         self._kept = 0
@@ -110,30 +117,23 @@ class ItemLoader:
         return self._random
 
     def load(self, run: _core.Run) -> None:
-        """Load a run's items and end the run, failed if an item fails.
+        """Load a run's items and end the run, failed if an item fails that is not skipped.
 
         An ``Exception`` of the loader function ends there. Another ``BaseException`` fails the run
         too, and goes on in the main process, where it means something.
         """
         group = self._job.groups[run.group]
+        skipped: dict[int, LoadFailure] = {}
         previous = _context.set_run(run, self._job.training_group_count)
         try:
             load = self._load_batched if self._job.is_batched else self._load_items
-            results = load(run, group)
-            payload = None
-            if results is not None:
-                try:
-                    payload = pickle.dumps(results, protocol=5)
-                except Exception as error:
-                    item = run.first + self._unpicklable(results)
-                    raise _ItemError(item, "sending the result of") from error
-            run.complete(payload)
+            results = load(run, group, skipped)
+            run.complete(self._pack(run, group, results, skipped))
         except _ItemError as failed:
             cause = failed.__cause__
             assert cause is not None
             self.last_error = cause
-            failure = describe_failure(cause, self._describe_arrays(group), failed.stage)
-            run.fail(failed.item, pickle.dumps(tuple(failure)))
+            run.fail(failed.item, pickle.dumps(tuple(self._describe(group, failed))))
             if not _context.is_worker() and not isinstance(cause, Exception):
                 raise cause from None
         except BaseException as error:  # no room for the results, or a signal's handler raised
@@ -148,12 +148,66 @@ class ItemLoader:
         """End a run as failed without loading it."""
         run.fail(run.first, pickle.dumps(tuple(describe_failure(error, "", stage))))
 
-    def _load_items(self, run: _core.Run, group: LoadGroup) -> dict[str, Any] | None:
+    def _describe(self, group: LoadGroup, failed: _ItemError) -> LoadFailure:
+        assert failed.__cause__ is not None
+        return describe_failure(failed.__cause__, self._describe_arrays(group), failed.stage)
+
+    def _skip(self, group: LoadGroup, failed: _ItemError, skipped: dict[int, LoadFailure]) -> None:
+        """Note that an item is left out; raises what failed where that is not to be."""
+        if not self._job.skips_items or isinstance(failed.__cause__, EXITS):
+            raise failed
+        skipped[failed.item] = self._describe(group, failed)
+
+    def _pack(
+        self,
+        run: _core.Run,
+        group: LoadGroup,
+        results: dict[str, list[Any]] | None,
+        skipped: dict[int, LoadFailure],
+    ) -> bytes | None:
+        """The bytes that a run leaves for the main process; None if it has nothing to say."""
+        packed: bytes | None = None
+        if results is not None:
+            _forget_results(results, run.first, skipped)
+            try:
+                packed = pickle.dumps(results, protocol=5)
+            except Exception:
+                self._find_unpicklable(run, group, results, skipped)
+                _forget_results(results, run.first, skipped)
+                packed = pickle.dumps(results, protocol=5)
+        if not skipped:
+            return packed
+        slot = self._slot_arrays(run.slot, run.group, group)
+        for item in skipped:
+            # Whatever was loaded until it failed, or is there from an earlier batch.
+            _clear({name: whole[item, ...] for name, whole in slot.items()})
+        return pickle.dumps(RunReport(packed, skipped), protocol=5)
+
+    def _find_unpicklable(
+        self,
+        run: _core.Run,
+        group: LoadGroup,
+        results: Mapping[str, Sequence[Any]],
+        skipped: dict[int, LoadFailure],
+    ) -> None:
+        """Skip the items whose results cannot be pickled, or raise the first of them."""
+        for position in range(run.count):
+            try:
+                pickle.dumps({key: values[position] for key, values in results.items()}, protocol=5)
+            except Exception as error:
+                failed = _ItemError(run.first + position, "sending the result of")
+                failed.__cause__ = error
+                self._skip(group, failed, skipped)
+
+    def _load_items(
+        self, run: _core.Run, group: LoadGroup, skipped: dict[int, LoadFailure]
+    ) -> dict[str, list[Any]] | None:
         """One call of the loader function per item. Returns ``{key: [value per item]}``."""
         if group.loaded_dtypes:
-            return self._load_converted(run, group)
+            return self._load_converted(run, group, skipped)
         results: list[Any] = []
-        self._load_stretch(run, group, run.first, self._item_views(run, group), results)
+        views = self._item_views(run, group)
+        self._load_stretch(run, group, run.first, views, results, skipped)
         return _collect(results, run.count)
 
     def _load_stretch(
@@ -163,12 +217,33 @@ class ItemLoader:
         first: int,
         views: Sequence[Arrays],
         results: list[Any],
+        skipped: dict[int, LoadFailure],
     ) -> None:
         """Load len(views) items, from the batch's item `first` on, into views."""
+        item = first
+        while True:
+            try:
+                self._call_each(run, group, item, views[item - first :], results)
+                return
+            except _ItemError as failed:
+                self._skip(group, failed, skipped)
+                # It may be converted, which what a failed item leaves need not stand.
+                _clear(views[failed.item - first])
+                item = failed.item + 1
+
+    def _call_each(
+        self,
+        run: _core.Run,
+        group: LoadGroup,
+        first: int,
+        views: Sequence[Arrays],
+        results: list[Any],
+    ) -> None:
+        """Load len(views) items, until one fails."""
         loader = self._job.loader_func
         begin = run.begin
         forget = self._random.forget
-        data = group.data
+        data = self._data[run.group]
         start = first - run.first
         indices = run.indices()[start : start + len(views)]
         seeds = run.seeds()[start : start + len(views)]
@@ -193,7 +268,9 @@ class ItemLoader:
         except BaseException as error:
             raise _ItemError(item, "loading") from error
 
-    def _load_converted(self, run: _core.Run, group: LoadGroup) -> dict[str, Any] | None:
+    def _load_converted(
+        self, run: _core.Run, group: LoadGroup, skipped: dict[int, LoadFailure]
+    ) -> dict[str, list[Any]] | None:
         """Like _load_items() for groups of which an array is converted on its way."""
         scratch = self._scratch_of(run.group, group)
         length = len(next(iter(scratch.values())))
@@ -205,35 +282,82 @@ class ItemLoader:
                 name: scratch[name][:count] if name in scratch else whole[first : first + count]
                 for name, whole in slot.items()
             }
-            self._load_stretch(run, group, first, _split(parts, count), results)
-            _convert_parts(parts, slot, scratch, first, count)
+            self._load_stretch(run, group, first, _split(parts, count), results, skipped)
+            try:
+                _convert_parts(parts, slot, scratch, first, count)
+            except _ItemError as failed:
+                self._skip(group, failed, skipped)
+                self._convert_each(group, parts, slot, first, count, skipped)
         return _collect(results, run.count)
 
-    def _load_batched(self, run: _core.Run, group: LoadGroup) -> dict[str, Any] | None:
-        """One call of the loader function for the whole run."""
-        count = run.count
+    def _convert_each(
+        self,
+        group: LoadGroup,
+        parts: Arrays,
+        slot: Arrays,
+        first: int,
+        count: int,
+        skipped: dict[int, LoadFailure],
+    ) -> None:
+        """Convert what was loaded item by item, and skip those that do not fit."""
+        for item in range(first, first + count):
+            if item not in skipped:
+                part = {name: array[item - first :][:1] for name, array in parts.items()}
+                try:
+                    _convert_parts(part, slot, group.loaded_dtypes, item, 1)
+                except _ItemError as failed:
+                    self._skip(group, failed, skipped)
+
+    def _load_batched(
+        self, run: _core.Run, group: LoadGroup, skipped: dict[int, LoadFailure]
+    ) -> dict[str, list[Any]] | None:
+        """One call of the loader function for the whole run, or where it fails for each item."""
+        try:
+            return self._call_for(run, group, run.first, run.count)
+        except _ItemError as failed:
+            # Raises what is not to be skipped. Which item it is is found by calling for each.
+            self._skip(group, failed, skipped)
+            if run.count == 1:
+                return None
+        skipped.clear()
+        results: dict[str, list[Any]] = {}
+        for position in range(run.count):
+            try:
+                found = self._call_for(run, group, run.first + position, 1)
+            except _ItemError as failed:
+                self._skip(group, failed, skipped)
+                continue
+            for key, (value,) in (found or {}).items():
+                results.setdefault(key, [None] * run.count)[position] = value
+        return results or None
+
+    def _call_for(
+        self, run: _core.Run, group: LoadGroup, first: int, count: int
+    ) -> dict[str, list[Any]] | None:
+        """One call of the loader function for `count` items of a run."""
         slot = self._slot_arrays(run.slot, run.group, group)
-        stop = run.first + count
-        parts = {name: whole[run.first : stop] for name, whole in slot.items()}
+        parts = {name: whole[first : first + count] for name, whole in slot.items()}
         for name, dtype in group.loaded_dtypes.items():
             parts[name] = np.empty((count, *slot[name].shape[1:]), dtype)
-        seeds: array.array[int] = array.array("q", bytes(8 * count))
+        start = first - run.first
+        seeds: array.array[int] = array.array("q", bytes(8 * run.count))
         run.fill_seeds(seeds)
+        seeds = seeds[start : start + count]
         try:
-            if run.begin(run.first, seeds[0]):
+            if run.begin(first, seeds[0]):
                 self._random.forget()
             loader = self._job.loader_func
             if self._job.is_debug:
                 loader = _poisoning(loader, self._random.forget)
-            descriptors = _descriptors(run, group.data)
+            descriptors = _descriptors(run, self._data[run.group], start, count)
             result = loader(
                 descriptors, MappingProxyType(parts), None if group.is_validation else seeds
             )
             results = _checked_batch_result(result, count)
         except BaseException as error:
-            raise _ItemError(run.first, "loading") from error
+            raise _ItemError(first, "loading") from error
         if group.loaded_dtypes:
-            _convert_parts(parts, slot, group.loaded_dtypes, run.first, count)
+            _convert_parts(parts, slot, group.loaded_dtypes, first, count)
         return results
 
     def _slot_arrays(self, slot: int, group_number: int, group: LoadGroup) -> Arrays:
@@ -288,16 +412,6 @@ class ItemLoader:
             for name, layout in group.layouts.items()
         )
 
-    @staticmethod
-    def _unpicklable(results: Mapping[str, Sequence[Any]]) -> int:
-        """Position of the first item whose results cannot be pickled."""
-        for position in range(len(next(iter(results.values())))):
-            try:
-                pickle.dumps([values[position] for values in results.values()], protocol=5)
-            except Exception:
-                return position
-        return 0
-
 
 def _split(parts: Arrays, count: int) -> list[Arrays]:
     """One read-only mapping per item; scalars stay arrays, so that they can be written."""
@@ -305,6 +419,19 @@ def _split(parts: Arrays, count: int) -> list[Arrays]:
         MappingProxyType({name: part[item, ...] for name, part in parts.items()})
         for item in range(count)
     ]
+
+
+def _clear(arrays: Arrays) -> None:
+    """Make all bytes of some C-contiguous arrays zero."""
+    for part in arrays.values():
+        part.reshape(-1).view(np.uint8)[:] = 0
+
+
+def _forget_results(results: Mapping[str, list[Any]], first: int, skipped: Iterable[int]) -> None:
+    """Take out what items returned that are skipped."""
+    for item in skipped:
+        for values in results.values():
+            values[item - first] = None
 
 
 def _convert_parts(
@@ -337,7 +464,7 @@ def _checked_result(result: Any) -> Mapping[str, Any]:
     return result
 
 
-def _checked_batch_result(result: Any, count: int) -> dict[str, Any] | None:
+def _checked_batch_result(result: Any, count: int) -> dict[str, list[Any]] | None:
     """The additional results of a batched loader: one value per item under each key."""
     if result is None:
         return None
@@ -353,7 +480,9 @@ def _checked_batch_result(result: Any, count: int) -> dict[str, Any] | None:
     return checked or None
 
 
-def _collect(results: Sequence[Mapping[str, Any] | None], count: int) -> dict[str, Any] | None:
+def _collect(
+    results: Sequence[Mapping[str, Any] | None], count: int
+) -> dict[str, list[Any]] | None:
     """Item results as ``{key: [value per item]}``, with None where an item has no such key."""
     keys: dict[str, None] = {}
     for result in results:
@@ -365,12 +494,13 @@ def _collect(results: Sequence[Mapping[str, Any] | None], count: int) -> dict[st
     return {key: [None if r is None else r.get(key) for r in padded] for key in keys}
 
 
-def _descriptors(run: _core.Run, data: Sequence[Any]) -> Sequence[Any]:
-    """The descriptors of a run's items, as an array where the data is a range or an array."""
+def _descriptors(run: _core.Run, data: Sequence[Any], start: int, count: int) -> Sequence[Any]:
+    """Descriptors of some of a run's items, as an array where the data is a range or an array."""
     if not isinstance(data, (range, np.ndarray)):
-        return [data[index] for index in run.indices()]
+        return [data[index] for index in run.indices()[start : start + count]]
     indices = np.empty(run.count, np.int64)
     run.fill_indices(indices.data)
+    indices = indices[start : start + count]
     if isinstance(data, np.ndarray):
         return cast(Sequence[Any], data[indices])
     if data.step != 1:

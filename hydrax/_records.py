@@ -2,21 +2,53 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydrax import _core
 from hydrax._datagroup import DataGroup
-from hydrax._failures import LoadFailure, describe_failure
+from hydrax._failures import STARTING_UP, LoadFailure, RunReport, describe_failure
 from hydrax._item_loader import ItemLoader
 from hydrax._memory import available_nbytes, format_nbytes
 from hydrax._schedule import PlannedBatch
 from hydrax.errors import ArenaMemoryError, LoaderError
 
-__all__ = ["describe_item", "read_records"]
+__all__ = ["BatchFailure", "BatchRecords", "describe_item", "failure_of_all", "read_records"]
 
 Record = tuple[int, int, bytes]
+
+
+class BatchRecords(NamedTuple):
+    """What the workers left with a batch.
+
+    Attributes:
+        additional: Key to one value per item.
+        skipped: Position in the batch to the error, in order, of each item that could not be
+            loaded and was left out; without those that only pad the batch.
+    """
+
+    additional: dict[str, list[Any]]
+    skipped: dict[int, LoaderError]
+
+
+class BatchFailure(NamedTuple):
+    """A batch that has failed.
+
+    It carries the error, which is not raised here, so that no traceback of it holds what the
+    caller has yet to give back.
+
+    Attributes:
+        error: What to raise.
+        item_count: Items of the batch, without those that only pad it.
+        is_of_item: Whether it is about an item, so that the run may go on without it. Otherwise
+            it is about the whole run: no memory, a start-up that failed, a call of sys.exit().
+    """
+
+    error: Exception
+    item_count: int
+    is_of_item: bool
 
 
 def read_records(
@@ -26,8 +58,8 @@ def read_records(
     *,
     is_batched: bool,
     inline: ItemLoader | None,
-) -> dict[str, list[Any]] | Exception:
-    """The additional results of a batch, or the error of one that has failed.
+) -> BatchRecords | BatchFailure:
+    """What the workers left with a batch, or why it has failed.
 
     Args:
         planned: The batch.
@@ -35,25 +67,51 @@ def read_records(
         records: ``(kind, first item, bytes)`` of each run that left something.
         is_batched: Whether the loader function takes many items.
         inline: The loader in this process, if the batch was loaded here: it has the exception.
-
-    Returns:
-        Key to one value per item, or the error to raise. It is returned, so that no traceback of
-        it holds what the caller has yet to give back.
     """
     failures = [record for record in records if record[0] != _core.RECORD_ADDITIONAL]
     if failures:
         return _failure(planned, group, failures, is_batched=is_batched, inline=inline)
     additional: dict[str, list[Any]] = {}
+    skipped: dict[int, LoadFailure] = {}
     for _, first, payload in records:
+        packed: bytes | None = payload
         try:
             results = pickle.loads(payload)
+            if isinstance(results, RunReport):
+                skipped.update(results.skipped)
+                packed = results.results
+                results = {} if packed is None else pickle.loads(packed)
         except Exception as error:  # the classes of the results may do anything
             failure = describe_failure(error, "", "reading the result of")
-            return _loader_error(planned, group, first, failure, error, is_batched=is_batched)
+            failed = _loader_error(planned, group, first, failure, error, is_batched=is_batched)
+            return BatchFailure(failed, planned.valid_count, is_of_item=True)
         for key, values in results.items():
             whole = additional.setdefault(key, [None] * planned.item_count)
             whole[first : first + len(values)] = values
-    return additional
+    errors = {
+        item: _loader_error(
+            planned, group, item, failure, _unpickle_exception(failure.exception), is_batched=False
+        )
+        for item, failure in sorted(skipped.items())
+        if item < planned.valid_count
+    }
+    return BatchRecords(additional, errors)
+
+
+def failure_of_all(planned: PlannedBatch, records: BatchRecords) -> BatchFailure:
+    """The failure of a batch of which every item was skipped."""
+    first = next(iter(records.skipped.values()))
+    error = LoaderError(
+        f"none of the {planned.valid_count} items of {_kind(planned)} batch {planned.batch_num} "
+        "could be loaded",
+        descriptor=first.descriptor,
+        index=first.index,
+        group_index=first.group_index,
+        epoch=first.epoch,
+        seed=first.seed,
+        traceback_text=first.traceback_text,
+    )
+    return BatchFailure(error, planned.valid_count, is_of_item=True)
 
 
 def _failure(
@@ -63,14 +121,15 @@ def _failure(
     *,
     is_batched: bool,
     inline: ItemLoader | None,
-) -> Exception:
+) -> BatchFailure:
     """The error of a batch that has failed: of its first item that has."""
     kind, item, payload = min(records, key=lambda record: record[1])
     if kind == _core.RECORD_NO_MEMORY:
-        return ArenaMemoryError(
+        no_memory = ArenaMemoryError(
             f"the memory of a batch ({format_nbytes(group.loader_size)}) could not be reserved; "
             f"{format_nbytes(available_nbytes())} are available; lower depth or batch_size"
         )
+        return BatchFailure(no_memory, planned.valid_count, is_of_item=False)
     if payload:
         failure = LoadFailure(*pickle.loads(payload))
     else:
@@ -89,7 +148,21 @@ def _failure(
         failure = failure._replace(traceback_text="")
     else:
         original = _unpickle_exception(failure.exception)
-    return _loader_error(planned, group, item, failure, original, is_batched=is_batched)
+    if failure.stage == STARTING_UP:
+        return BatchFailure(_startup_error(failure, original), planned.valid_count, False)
+    error = _loader_error(planned, group, item, failure, original, is_batched=is_batched)
+    return BatchFailure(error, planned.valid_count, is_of_item=not failure.is_exit)
+
+
+def _startup_error(failure: LoadFailure, original: BaseException | None) -> LoaderError:
+    """The error of a worker that can load nothing, as its start-up has failed."""
+    error = LoaderError(
+        f"startup_func failed: {failure.kind}: {failure.message}\n"
+        f"In loader process {failure.pid}:\n{failure.traceback_text.rstrip()}",
+        traceback_text=failure.traceback_text,
+    )
+    error.__cause__ = original
+    return error
 
 
 def _unpickle_exception(pickled: bytes | None) -> BaseException | None:
@@ -125,7 +198,10 @@ def _loader_error(
     if failure.arrays:
         message += f"\nThe item's arrays: {failure.arrays}"
     if failure.traceback_text:
-        message += f"\nIn loader process {failure.pid}:\n{failure.traceback_text.rstrip()}"
+        where = (
+            "the main process" if failure.pid == os.getpid() else f"loader process {failure.pid}"
+        )
+        message += f"\nIn {where}:\n{failure.traceback_text.rstrip()}"
     error = LoaderError(
         message,
         descriptor=descriptor,

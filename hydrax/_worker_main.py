@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from hydrax import _context, _core
+from hydrax._failures import STARTING_UP
 from hydrax._item_loader import ItemLoader, LoadJob
 from hydrax.errors import HydraxError
 
@@ -104,7 +105,7 @@ def run_worker(arena: _core.Arena, job: LoadJob, index: int, trainer_fd: int) ->
         if failure is None:
             loader.load(run)
         else:
-            loader.fail(run, failure, "startup_func, before loading")
+            loader.fail(run, failure, STARTING_UP)
 
 
 def leave(status: int) -> NoReturn:

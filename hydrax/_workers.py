@@ -89,6 +89,7 @@ class WorkerPool:
         self._max_restarts = max_restarts
         self._indices_of = indices_of
         self._workers: dict[int, _Worker] = {}
+        self._pids = [0] * count
         self._endings = select.poll()
         self._trainer_fd = -1
         self._server: socket.socket | None = None
@@ -125,6 +126,7 @@ class WorkerPool:
         self._arena.watch(index, worker.pidfd)
         self._endings.register(worker.pidfd, select.POLLIN)
         self._workers[index] = worker
+        self._pids[index] = pid
 
     def _fork_workers(self, indices: Sequence[int]) -> None:
         # What is buffered would be written by every child, too.
@@ -202,8 +204,8 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process id of each worker."""
-        return [self._workers[index].pid for index in sorted(self._workers)]
+        """Process id of each worker; of one that has ended, what it was."""
+        return list(self._pids)
 
     def find_ended(self) -> int | None:
         """Number of a worker that has ended on its own, or None. Does not wait."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Generator
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -19,7 +18,7 @@ try:
 except ImportError as error:
     raise ImportError("hydrax.tqdm needs tqdm; install hydrax[tqdm]") from error
 
-from hydrax import Batch, Dataloader, TrainingBatch, ValidationBatch
+from hydrax import Batch, Dataloader, LoaderStats, TrainingBatch, ValidationBatch
 
 __all__ = ["ProgressMonitor", "tbatches"]
 
@@ -50,9 +49,8 @@ def tbatches(
 
     Args:
         dataloader: The loader, not yet entered; must be ``deterministic``.
-        report_interval: Every so many batches, say how long training waited for loading and how
-            many batches were dropped, if there is something to say; 0 for never. Uses up
-            ``dataloader.idle_usec()``.
+        report_interval: Every so many batches, say how long training waited for loading and why,
+            and how many batches and items were left out, if there is something to say; 0 for never.
         description: Text before the training bar.
         **tqdm_kwargs: Further options of the bars, such as ``disable``, ``file`` or ``ncols``.
 
@@ -176,7 +174,7 @@ class ProgressMonitor(Generic[D]):
         self._next_validation = 0
         self._dropped_count = 0
         self._seen_count = 0
-        self._report_from_s: float | None = None
+        self._reported: LoaderStats | None = None
 
     def __repr__(self) -> str:
         total = self._training_options["total"]
@@ -210,10 +208,9 @@ class ProgressMonitor(Generic[D]):
             self._next_training = batch.batch_num + 1
         else:
             raise TypeError(f"batch is {type(batch).__name__}, expected a batch of the Dataloader")
-        if self._report_interval and self._report_from_s is None:
+        if self._report_interval and self._reported is None:
             # The wait for the first batch is the start of the workers, not a loader too slow.
-            self._dataloader.idle_usec()
-            self._report_from_s = time.monotonic()
+            self._reported = self._dataloader.stats()
 
     def end_batch(self, batch: Batch[D]) -> None:
         """Tell that work on a batch is done.
@@ -270,21 +267,23 @@ class ProgressMonitor(Generic[D]):
             bar.update(count)
 
     def _report(self) -> None:
-        """Say how far loading runs behind, if it does, and how many batches were dropped."""
-        now_s = time.monotonic()
-        begin_s = now_s if self._report_from_s is None else self._report_from_s
-        idle_s = self._dataloader.idle_usec() / 1e6
-        elapsed_s = max(now_s - begin_s, idle_s)
-        self._report_from_s = now_s
+        """Say how far loading runs behind, if it does, and how much was left out."""
+        stats = self._dataloader.stats()
+        interval = stats if self._reported is None else stats.since(self._reported)
+        self._reported = stats
+        idle_s, elapsed_s = interval.idle_sec, interval.elapsed_sec
         findings = []
-        if elapsed_s > 0 and idle_s >= _BEHIND_SHARE * elapsed_s:
+        if idle_s >= _BEHIND_SHARE * elapsed_s:
             findings.append(
                 f"training waited for loading {idle_s:.2f} s of the last {elapsed_s:.2f} s "
                 f"({idle_s / elapsed_s:.0%}, {idle_s / self._report_interval * 1e3:.2f} ms a batch)"
             )
+            findings.append(interval.verdict)
         if self._dropped_count:
             findings.append(f"batches dropped: {self._dropped_count}")
             self._dropped_count = 0
+        if interval.items_skipped:
+            findings.append(f"items skipped: {interval.items_skipped}")
         if not findings:
             return
         text = f"batch {self._next_training}: {'; '.join(findings)}"

@@ -235,8 +235,10 @@ class NeedsTwoArguments(Exception):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
-def test_any_exception_of_a_worker_becomes_a_loader_error(error, text, cause):
+def test_any_exception_of_a_worker_becomes_a_loader_error_at_once(error, text, cause):
+    start_s = time.monotonic()
     got = the_error(failing_at(7, error))
+    assert time.monotonic() - start_s < 2
     assert text in str(got)
     assert got.index == 7
     assert type(got.__cause__) is cause

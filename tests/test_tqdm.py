@@ -201,6 +201,9 @@ def test_report_tells_how_far_loading_runs_behind(caplog, loader_count):
         for batch in tbatches(dataloader, report_interval=3, **bar_options(file)):
             del batch
     assert "batch 6: training waited for loading 0." in file.getvalue()
+    assert "; starved " in file.getvalue()
+    assert ("workers busy" if loader_count else "use workers") in file.getvalue()
+    assert dataloader.idle_usec() > 0  # not used up by the report
     assert [record.levelno for record in caplog.records] == [logging.INFO] * 2
     assert "ms a batch" in caplog.text
 
@@ -253,6 +256,22 @@ def test_dropped_batches_are_counted_and_reported(failing):
     assert f"batches dropped: {dropped}" in file.getvalue()
     assert "7/7 " in file.getvalue()
     assert "3/3 " in file.getvalue()
+
+
+def test_skipped_items_are_reported_by_interval(caplog):
+    def fail_one(number, arrays, seed):
+        if number == 2 * BATCH_SIZE + 1:
+            raise ValueError("unreadable")
+        arrays["x"][...] = number
+
+    group = hydrax.DataGroup(BATCH_SIZE, range(4 * BATCH_SIZE), loader_arrays=ARRAYS)
+    dataloader = hydrax.Dataloader(fail_one, group, on_error="skip_item", end_at=("epoch", 1))
+    with caplog.at_level(logging.INFO, "hydrax.tqdm"):
+        for batch in tbatches(dataloader, report_interval=2, disable=True):
+            del batch
+            time.sleep(0.02)
+    assert caplog.text.count("items skipped: 1") == 1
+    assert dataloader.stats().items_skipped == 1
 
 
 def test_loader_out_of_order_is_refused_at_the_call():
