@@ -27,7 +27,7 @@ from hydrax._state import make_state, read_state, schedule_facts
 from hydrax._stats import LoaderStats, WorkerStats
 from hydrax._waiting import BatchWaiter
 from hydrax._workers import StartMethod, WorkerPool
-from hydrax.errors import ArenaMemoryError, LoaderError, WorkerDiedError
+from hydrax.errors import ArenaMemoryError, JaxInWorkerError, LoaderError, WorkerDiedError
 
 if TYPE_CHECKING:
     import jax
@@ -233,7 +233,7 @@ class Dataloader(Generic[D]):
         self._planner: Iterator[PlannedBatch] = iter(self._schedule)
         self._next_planned: PlannedBatch | None = next(self._planner, None)
         self._pending: deque[PlannedBatch] = deque()
-        self._fatal_error: WorkerDiedError | None = None
+        self._fatal_error: WorkerDiedError | JaxInWorkerError | None = None
         self._next_lock = threading.Lock()
         self._interrupted = False
         self._interrupt_handler = InterruptHandler(self.interrupt)
@@ -642,7 +642,7 @@ class Dataloader(Generic[D]):
         start = time.monotonic_ns()
         try:
             return self._waiter.wait(serial, self._check_interrupted, self._describe_item)
-        except WorkerDiedError as error:
+        except (WorkerDiedError, JaxInWorkerError) as error:
             self._fatal_error = error
             self._state = "ended"
             raise

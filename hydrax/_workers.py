@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 from hydrax import _core, _spawned
 from hydrax._item_loader import LoadJob
+from hydrax._jax_watch import is_jax_running
+from hydrax._stacks import Process, Stack, StackFiles
 from hydrax._worker_main import leave, leave_group, run_worker, signals_held
 from hydrax.errors import WorkerDiedError
 
@@ -71,13 +73,18 @@ class WorkerPool:
         self._timeout_s = timeout_s
         self._workers: list[_Worker] = []
         self._resources = contextlib.ExitStack()
+        self._stack_files = StackFiles()
+        self._is_forked_from_jax = False
 
     def start(self) -> None:
         """Start all processes; if one cannot be started, none is left."""
         trainer_fd = os.pidfd_open(os.getpid())
         self._resources.callback(os.close, trainer_fd)
+        self._resources.callback(self._stack_files.close)
         try:
+            self._stack_files.open(self._count)
             if self._start_method == "fork":
+                self._is_forked_from_jax = is_jax_running()
                 self._fork_all(trainer_fd)
             elif self._start_method == "spawn":
                 self._spawn_all(trainer_fd)
@@ -109,20 +116,21 @@ class WorkerPool:
                 self._add(pid, lambda pid=pid: _wait_for(pid))  # type: ignore[misc]
 
     def _fork(self, index: int, trainer_fd: int) -> int:
+        stack_fd = self._stack_files.renew(index)
         # The warnings say that a forked child must not use JAX or other threads' locks. A worker
         # does not, and the user did not write the call that they are about.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             pid = os.fork()
             if pid == 0:
-                self._be_worker(index, trainer_fd)
+                self._be_worker(index, trainer_fd, stack_fd)
         leave_group(pid)
         return pid
 
-    def _be_worker(self, index: int, trainer_fd: int) -> NoReturn:
+    def _be_worker(self, index: int, trainer_fd: int, stack_fd: int) -> NoReturn:
         status = 1
         try:
-            run_worker(self._arena, self._job, index, trainer_fd)
+            run_worker(self._arena, self._job, index, trainer_fd, stack_fd)
             status = 0
         except BaseException:
             sys.excepthook(*sys.exc_info())
@@ -139,7 +147,8 @@ class WorkerPool:
                 self._add(process.pid, process.wait)
             connections.append(connection)
         for index, connection in enumerate(connections):
-            _spawned.introduce(connection, self._arena, trainer_fd, index, self._packed_job)
+            worker = index, self._stack_files.renew(index)
+            _spawned.introduce(connection, self._arena, trainer_fd, worker, self._packed_job)
         for connection in connections:
             _spawned.await_ready(connection, self._timeout_s)
 
@@ -152,7 +161,7 @@ class WorkerPool:
         _spawned.introduce(connection, self._arena, trainer_fd, None, self._packed_job)
         _spawned.await_ready(connection, self._timeout_s)
         for index in range(self._count):
-            pid = _spawned.fork_worker(connection, index)
+            pid = _spawned.fork_worker(connection, index, self._stack_files.renew(index))
             self._add(pid, lambda pid=pid: _spawned.reap_worker(connection, pid))  # type: ignore[misc]
 
     def __len__(self) -> int:
@@ -162,6 +171,17 @@ class WorkerPool:
     def pids(self) -> list[int]:
         """Process id of each worker."""
         return [worker.pid for worker in self._workers]
+
+    @property
+    def is_forked_from_jax(self) -> bool:
+        """Whether the workers were forked while JAX was running; there it would wait for ever."""
+        return self._is_forked_from_jax
+
+    def stacks(self, indices: Iterable[int]) -> dict[int, Stack]:
+        """Where some of the workers stand now, by their numbers."""
+        return self._stack_files.take(
+            {i: Process(self._workers[i].pid, self._workers[i].pidfd) for i in indices}
+        )
 
     def ended(self, index: int, describe: Callable[[int, int], str]) -> WorkerDiedError:
         """Collect a worker that has ended on its own, as the error that says so.
@@ -178,7 +198,7 @@ class WorkerPool:
         doing = "" if item is None else f" while loading {describe(*item)}"
         return WorkerDiedError(
             f"loader process {index} (pid {worker.pid}) {_describe_exit(exitcode)}{doing}"
-            f"{_hint(exitcode)}",
+            f"{_hint(exitcode)}{self._stack_files.report_crash(index)}",
             worker_index=index,
             pid=worker.pid,
             exitcode=exitcode,
