@@ -6,6 +6,7 @@ import gc
 import json
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import threading
