@@ -17,6 +17,8 @@ from hydrax._stats import LoaderStats, WorkerStats
 from hydrax._version import __version__
 from hydrax.errors import (
     ArenaMemoryError,
+    ArrayChangedError,
+    ArrayKeptError,
     BatchTimeoutError,
     HydraxError,
     ImageError,
@@ -30,6 +32,8 @@ from hydrax.errors import (
 
 __all__ = [
     "ArenaMemoryError",
+    "ArrayChangedError",
+    "ArrayKeptError",
     "ArrayLayout",
     "Batch",
     "BatchTimeoutError",

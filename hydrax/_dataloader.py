@@ -18,14 +18,17 @@ from hydrax import _context, _core, _spawned
 from hydrax._arguments import check_end, check_int, check_start, check_timeout
 from hydrax._batch import Batch, make_batch
 from hydrax._datagroup import DataGroup, check_groups, check_validation
+from hydrax._debug import SlotWatch
 from hydrax._interrupt import InterruptHandler
 from hydrax._item_loader import ItemLoader, LoadGroup, LoadJob
 from hydrax._memory import available_nbytes, format_nbytes
 from hydrax._records import (
     BatchFailure,
     BatchRecords,
+    describe_batch,
     describe_item,
     failure_of_all,
+    failure_of_change,
     read_records,
 )
 from hydrax._schedule import GroupOrder, PlannedBatch, Schedule, Validation
@@ -116,8 +119,9 @@ class Dataloader(Generic[D]):
             dimension for the items, and a sequence of seeds (None for validation). It returns a
             dict with a sequence of one value per item under each key, or None. None, the default,
             asks the loader function, which may have an attribute ``is_batched``.
-        debug: Whether to check that the loader function fills its arrays, at the price of calling
-            it again where in doubt. Also switched on by ``HYDRAX_DEBUG=1`` in the environment.
+        debug: Whether to check that the loader function fills its arrays and keeps none of them,
+            and that nobody writes to them afterwards, at the price of time. Also switched on by
+            ``HYDRAX_DEBUG=1`` in the environment.
         on_error: What becomes of an item that could not be loaded. ``"raise"``: ``next`` raises the
             :class:`LoaderError` in the place of its batch. ``"drop_batch"``: its batch is left out.
             ``"skip_item"``: its place in every array is zeros and ``batch.mask`` is False there; a
@@ -258,6 +262,7 @@ class Dataloader(Generic[D]):
         self._memory = range(0)
         self._pool: WorkerPool | None = None
         self._inline: ItemLoader | None = None
+        self._watch: SlotWatch | None = None
         self._waiter: BatchWaiter | None = None
         self._place: Any = None
         self._position = self._first_position = self._schedule.start
@@ -535,6 +540,7 @@ class Dataloader(Generic[D]):
         address = self._arena.address
         self._memory = range(address, address + memoryview(self._arena).nbytes)
         self._state = "running"
+        self._watch = SlotWatch(self._arena) if self._job.is_debug else None
         self._reset_counts()
         self._plan_ahead()
         if self._loader_count == 0:
@@ -571,7 +577,10 @@ class Dataloader(Generic[D]):
         exc_value: BaseException | None,
         exc_traceback: TracebackType | None,
     ) -> None:
+        watch = self._watch
         self._close()
+        if watch is not None and exc_type is None:
+            watch.check(is_end=True)
 
     def __del__(self) -> None:
         # Only for one that was entered and then forgotten; the with block closes otherwise.
@@ -589,6 +598,7 @@ class Dataloader(Generic[D]):
             self._fatal_error = None
             self._interrupt_handler.restore()
             self._inline = None
+            self._watch = None
             self._waiter = None
             self._pending.clear()
 
@@ -598,6 +608,7 @@ class Dataloader(Generic[D]):
         self._pool = None
         self._arena = None
         self._inline = None
+        self._watch = None
         self._waiter = None
         self._interrupt_handler.restore()
 
@@ -691,6 +702,12 @@ class Dataloader(Generic[D]):
             inline=self._inline,
         )
         if isinstance(read, BatchRecords):
+            if self._watch is not None:
+                layouts = self._layouts[planned.group_number]
+                arrays = self._watch.arrays(lease.slot, layouts, planned.item_count)
+                changed = failure_of_change(planned, group, arrays, read)
+                if changed is not None:
+                    return changed
             for error in read.skipped.values():
                 logger.warning("an item is skipped: %s", str(error))
             if len(read.skipped) == planned.valid_count:
@@ -750,7 +767,9 @@ class Dataloader(Generic[D]):
             raise
 
     def _check_interrupted(self) -> None:
-        """End the iteration if that has been asked for."""
+        """End the iteration if that has been asked for; in debug mode, look at what came back."""
+        if self._watch is not None:
+            self._watch.check()
         if self._interrupted:
             self._interrupt_handler.check()
             self._state = "ended"
@@ -782,6 +801,9 @@ class Dataloader(Generic[D]):
             arrays = self._place(lease, number, planned.item_count)
         else:
             arrays = self._place_by_user(planned, lease, additional)
+        if self._watch is not None:
+            layouts = self._layouts[number]
+            self._watch.hold(lease, layouts, planned.item_count, describe_batch(planned))
         skipped = None if read is None else read.skipped
         return make_batch(group, planned, arrays, additional, self._memory, skipped)
 
