@@ -271,6 +271,7 @@ class Dataloader(Generic[D]):
         self._pending: deque[PlannedBatch] = deque()
         self._fatal_error: WorkerDiedError | WorkerStartError | None = None
         self._next_lock = threading.Lock()
+        self._last_training: PlannedBatch | None = None
         self._interrupted = False
         self._interrupt_handler = InterruptHandler(self.interrupt)
         self._idle_ns = 0
@@ -354,8 +355,16 @@ class Dataloader(Generic[D]):
 
     @property
     def interrupted(self) -> bool:
-        """Whether :meth:`interrupt` or Ctrl+C has stopped the flow of batches."""
+        """Whether :meth:`interrupt` or Ctrl+C has stopped the flow of batches.
+
+        :attr:`delivered_batch` says where, and so does the log.
+        """
         return self._interrupted
+
+    @property
+    def delivered_batch(self) -> int | None:
+        """Number (``batch_num``) of the training batch that came last; None before the first."""
+        return None if self._last_training is None else self._last_training.batch_num
 
     def interrupt(self) -> None:
         """Stop the flow of batches: the next ``next()`` ends the iteration. From any thread."""
@@ -488,6 +497,7 @@ class Dataloader(Generic[D]):
         self._planner = self._schedule.batches(position)
         self._next_planned = next(self._planner, None)
         self._pending.clear()
+        self._last_training = None
         self._fatal_error = None
         self._interrupted = False
         self._interrupt_handler.reset()
@@ -682,6 +692,8 @@ class Dataloader(Generic[D]):
             del lease
             return read
         batch = self._deliver(planned, lease, read)
+        if planned.kind == _core.TRAINING:
+            self._last_training = planned
         self._batches_delivered += 1
         if self._batches_delivered % _COLLECT_EVERY == 0:
             gc.collect(0)
@@ -773,6 +785,14 @@ class Dataloader(Generic[D]):
         if self._interrupted:
             self._interrupt_handler.check()
             self._state = "ended"
+            logger.info(
+                "stopped by %s %s%s",
+                "Ctrl+C" if self._interrupt_handler.is_signalled else "interrupt()",
+                "before the first training batch"
+                if self._last_training is None
+                else f"after {describe_batch(self._last_training)}",
+                "; get_state() goes on from there" if self._deterministic else "",
+            )
             raise StopIteration
 
     def _describe_item(self, serial: int, item: int) -> str:
