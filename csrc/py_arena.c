@@ -367,6 +367,20 @@ static PyObject *arena_slot_states(PyObject *object, PyObject *unused)
     return list;
 }
 
+static PyObject *arena_lease_count(PyObject *object, PyObject *argument)
+{
+    struct hx_arena *arena = arena_of(object);
+    const unsigned long slot = PyLong_AsUnsignedLong(argument);
+    if (PyErr_Occurred())
+        return NULL;
+    if (slot >= arena->header->slot_count) {
+        PyErr_SetString(PyExc_IndexError, "no such slot");
+        return NULL;
+    }
+    /* Acquires what the readers did that have let go; pairs with hx_slot_release(). */
+    return PyLong_FromUnsignedLong(hx_load_acquire_u32(&arena->lease_counts[slot]));
+}
+
 static PyObject *arena_get_nbytes(PyObject *object, void *closure)
 {
     (void)closure;
@@ -441,6 +455,8 @@ static PyMethodDef arena_methods[] = {
     {"worker_slot_wait_ns", arena_worker_slot_wait, METH_O,
      "worker_slot_wait_ns(worker, /)\n--\n\n"
      "Nanoseconds that a worker has waited for a free slot while a batch was planned."},
+    {"lease_count", arena_lease_count, METH_O,
+     "lease_count(slot, /)\n--\n\nHow many leases, tensors and arrays hold a slot."},
     {"slot_states", arena_slot_states, METH_NOARGS, "slot_states()\n--\n\nState of each slot."},
     {NULL, NULL, 0, NULL},
 };

@@ -17,6 +17,8 @@ from hydrax._stats import LoaderStats, WorkerStats
 from hydrax._version import __version__
 from hydrax.errors import (
     ArenaMemoryError,
+    ArrayChangedError,
+    ArrayKeptError,
     BatchRetainedError,
     BatchTimeoutError,
     HydraxError,
@@ -32,6 +34,8 @@ from hydrax.errors import (
 
 __all__ = [
     "ArenaMemoryError",
+    "ArrayChangedError",
+    "ArrayKeptError",
     "ArrayLayout",
     "Batch",
     "BatchRetainedError",

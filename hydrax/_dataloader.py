@@ -18,14 +18,17 @@ from hydrax import _context, _core, _spawned
 from hydrax._arguments import check_end, check_int, check_start, check_timeout
 from hydrax._batch import Batch, make_batch
 from hydrax._datagroup import DataGroup, check_groups, check_validation
+from hydrax._debug import SlotWatch
 from hydrax._interrupt import InterruptHandler
 from hydrax._item_loader import ItemLoader, LoadGroup, LoadJob
 from hydrax._memory import available_nbytes, format_nbytes
 from hydrax._records import (
     BatchFailure,
     BatchRecords,
+    describe_batch,
     describe_item,
     failure_of_all,
+    failure_of_change,
     read_records,
 )
 from hydrax._schedule import GroupOrder, PlannedBatch, Schedule, Validation
@@ -117,8 +120,9 @@ class Dataloader(Generic[D]):
             dimension for the items, and a sequence of seeds (None for validation). It returns a
             dict with a sequence of one value per item under each key, or None. None, the default,
             asks the loader function, which may have an attribute ``is_batched``.
-        debug: Whether to check that the loader function fills its arrays, at the price of calling
-            it again where in doubt. Also switched on by ``HYDRAX_DEBUG=1`` in the environment.
+        debug: Whether to check that the loader function fills its arrays and keeps none of them,
+            and that nobody writes to them afterwards, at the price of time. Also switched on by
+            ``HYDRAX_DEBUG=1`` in the environment.
         on_error: What becomes of an item that could not be loaded. ``"raise"``: ``next`` raises the
             :class:`LoaderError` in the place of its batch. ``"drop_batch"``: its batch is left out.
             ``"skip_item"``: its place in every array is zeros and ``batch.mask`` is False there; a
@@ -259,6 +263,7 @@ class Dataloader(Generic[D]):
         self._memory = range(0)
         self._pool: WorkerPool | None = None
         self._inline: ItemLoader | None = None
+        self._watch: SlotWatch | None = None
         self._waiter: BatchWaiter | None = None
         self._place: Any = None
         self._position = self._first_position = self._schedule.start
@@ -267,6 +272,7 @@ class Dataloader(Generic[D]):
         self._pending: deque[PlannedBatch] = deque()
         self._fatal_error: HydraxError | None = None
         self._next_lock = threading.Lock()
+        self._last_training: PlannedBatch | None = None
         self._interrupted = False
         self._interrupt_handler = InterruptHandler(self.interrupt)
         self._idle_ns = 0
@@ -350,8 +356,16 @@ class Dataloader(Generic[D]):
 
     @property
     def interrupted(self) -> bool:
-        """Whether :meth:`interrupt` or Ctrl+C has stopped the flow of batches."""
+        """Whether :meth:`interrupt` or Ctrl+C has stopped the flow of batches.
+
+        :attr:`delivered_batch` says where, and so does the log.
+        """
         return self._interrupted
+
+    @property
+    def delivered_batch(self) -> int | None:
+        """Number (``batch_num``) of the training batch that came last; None before the first."""
+        return None if self._last_training is None else self._last_training.batch_num
 
     def interrupt(self) -> None:
         """Stop the flow of batches: the next ``next()`` ends the iteration. From any thread."""
@@ -484,6 +498,7 @@ class Dataloader(Generic[D]):
         self._planner = self._schedule.batches(position)
         self._next_planned = next(self._planner, None)
         self._pending.clear()
+        self._last_training = None
         self._fatal_error = None
         self._interrupted = False
         self._interrupt_handler.reset()
@@ -536,6 +551,7 @@ class Dataloader(Generic[D]):
         address = self._arena.address
         self._memory = range(address, address + memoryview(self._arena).nbytes)
         self._state = "running"
+        self._watch = SlotWatch(self._arena) if self._job.is_debug else None
         self._reset_counts()
         self._plan_ahead()
         if self._loader_count == 0:
@@ -572,7 +588,10 @@ class Dataloader(Generic[D]):
         exc_value: BaseException | None,
         exc_traceback: TracebackType | None,
     ) -> None:
+        watch = self._watch
         self._close()
+        if watch is not None and exc_type is None:
+            watch.check(is_end=True)
 
     def __del__(self) -> None:
         # Only for one that was entered and then forgotten; the with block closes otherwise.
@@ -590,6 +609,7 @@ class Dataloader(Generic[D]):
             self._fatal_error = None
             self._interrupt_handler.restore()
             self._inline = None
+            self._watch = None
             self._waiter = None
             self._pending.clear()
 
@@ -599,6 +619,7 @@ class Dataloader(Generic[D]):
         self._pool = None
         self._arena = None
         self._inline = None
+        self._watch = None
         self._waiter = None
         self._interrupt_handler.restore()
 
@@ -672,6 +693,8 @@ class Dataloader(Generic[D]):
             del lease
             return read
         batch = self._deliver(planned, lease, read)
+        if planned.kind == _core.TRAINING:
+            self._last_training = planned
         self._batches_delivered += 1
         if self._batches_delivered % _COLLECT_EVERY == 0:
             gc.collect(0)
@@ -692,6 +715,12 @@ class Dataloader(Generic[D]):
             inline=self._inline,
         )
         if isinstance(read, BatchRecords):
+            if self._watch is not None:
+                layouts = self._layouts[planned.group_number]
+                arrays = self._watch.arrays(lease.slot, layouts, planned.item_count)
+                changed = failure_of_change(planned, group, arrays, read)
+                if changed is not None:
+                    return changed
             for error in read.skipped.values():
                 logger.warning("an item is skipped: %s", str(error))
             if len(read.skipped) == planned.valid_count:
@@ -751,10 +780,20 @@ class Dataloader(Generic[D]):
             raise
 
     def _check_interrupted(self) -> None:
-        """End the iteration if that has been asked for."""
+        """End the iteration if that has been asked for; in debug mode, look at what came back."""
+        if self._watch is not None:
+            self._watch.check()
         if self._interrupted:
             self._interrupt_handler.check()
             self._state = "ended"
+            logger.info(
+                "stopped by %s %s%s",
+                "Ctrl+C" if self._interrupt_handler.is_signalled else "interrupt()",
+                "before the first training batch"
+                if self._last_training is None
+                else f"after {describe_batch(self._last_training)}",
+                "; get_state() goes on from there" if self._deterministic else "",
+            )
             raise StopIteration
 
     def _describe_item(self, serial: int, item: int) -> str:
@@ -783,6 +822,9 @@ class Dataloader(Generic[D]):
             arrays = self._place(lease, number, planned.item_count)
         else:
             arrays = self._place_by_user(planned, lease, additional)
+        if self._watch is not None:
+            layouts = self._layouts[number]
+            self._watch.hold(lease, layouts, planned.item_count, describe_batch(planned))
         skipped = None if read is None else read.skipped
         return make_batch(group, planned, arrays, additional, self._memory, skipped)
 

@@ -51,10 +51,12 @@ class RunReport(NamedTuple):
         results: The additional results, pickled: their classes may refuse to be rebuilt, and the
             rest is to be read even so. None if there are none.
         skipped: Item, counted within the batch, to why it was left out.
+        checksums: Item to array name to checksum; only in debug mode.
     """
 
     results: bytes | None
     skipped: dict[int, LoadFailure]
+    checksums: dict[int, dict[str, int]]
 
 
 def describe_failure(error: BaseException, arrays: str, stage: str) -> LoadFailure:

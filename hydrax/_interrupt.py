@@ -69,6 +69,11 @@ class InterruptHandler:
             self._count = 1
             raise KeyboardInterrupt
 
+    @property
+    def is_signalled(self) -> bool:
+        """Whether a signal has come."""
+        return self._count > 0
+
     def reset(self) -> None:
         """Forget the signals so far."""
         self._count = 0

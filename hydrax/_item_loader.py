@@ -7,6 +7,7 @@ JAX.
 from __future__ import annotations
 
 import array
+import itertools
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from hydrax import _context, _core, _debug
+from hydrax import _context, _core
 from hydrax._convert import convert
+from hydrax._debug import CheckedLoader, Checksums, checksums_of
 from hydrax._failures import EXITS, LoadFailure, RunReport, describe_failure
 from hydrax._random import ItemRandom
 from hydrax._shared_items import readable
@@ -109,6 +111,7 @@ class ItemLoader:
         self._kept = 0
         self._scratch: dict[int, Arrays] = {}
         self._random = ItemRandom()
+        self._checksums: Checksums = {}
         self.last_error: BaseException | None = None
 
     @property
@@ -124,6 +127,7 @@ class ItemLoader:
         """
         group = self._job.groups[run.group]
         skipped: dict[int, LoadFailure] = {}
+        self._checksums = {}
         previous = _context.set_run(run, self._job.training_group_count)
         try:
             load = self._load_batched if self._job.is_batched else self._load_items
@@ -175,13 +179,32 @@ class ItemLoader:
                 self._find_unpicklable(run, group, results, skipped)
                 _forget_results(results, run.first, skipped)
                 packed = pickle.dumps(results, protocol=5)
-        if not skipped:
+        if not skipped and not self._job.is_debug:
             return packed
         slot = self._slot_arrays(run.slot, run.group, group)
         for item in skipped:
             # Whatever was loaded until it failed, or is there from an earlier batch.
             _clear({name: whole[item, ...] for name, whole in slot.items()})
-        return pickle.dumps(RunReport(packed, skipped), protocol=5)
+            self._checksums.pop(item, None)
+        return pickle.dumps(RunReport(packed, skipped, self._checksums), protocol=5)
+
+    def _checked(self, first: int) -> Callable[..., Any]:
+        """The loader function for single items from `first` on, as debug mode calls it."""
+        loader = CheckedLoader(self._job.loader_func, self._random.forget)
+        items = itertools.count(first)
+
+        def load_and_sum(descriptor: Any, arrays: Arrays, seed: int | None) -> Any:
+            result = loader(descriptor, arrays, seed)
+            self._checksums[next(items)] = checksums_of(arrays)
+            return result
+
+        return load_and_sum
+
+    def _sum_slot(self, slot: Arrays, first: int, count: int) -> None:
+        """Keep the checksums of items as they lie in the slot."""
+        for item in range(first, first + count):
+            parts = {name: whole[item, ...] for name, whole in slot.items()}
+            self._checksums[item] = checksums_of(parts)
 
     def _find_unpicklable(
         self,
@@ -252,7 +275,7 @@ class ItemLoader:
         has_results = False
         try:
             if self._job.is_debug:
-                loader = _poisoning(loader, self._random.forget)
+                loader = self._checked(first)
             for index, view, seed, item_seed in zip(indices, views, given, seeds, strict=True):
                 if begin(item, item_seed):
                     forget()
@@ -288,6 +311,8 @@ class ItemLoader:
             except _ItemError as failed:
                 self._skip(group, failed, skipped)
                 self._convert_each(group, parts, slot, first, count, skipped)
+            if self._job.is_debug:
+                self._sum_slot(slot, first, count)
         return _collect(results, run.count)
 
     def _convert_each(
@@ -348,7 +373,7 @@ class ItemLoader:
                 self._random.forget()
             loader = self._job.loader_func
             if self._job.is_debug:
-                loader = _poisoning(loader, self._random.forget)
+                loader = CheckedLoader(loader, self._random.forget)
             descriptors = _descriptors(run, self._data[run.group], start, count)
             result = loader(
                 descriptors, MappingProxyType(parts), None if group.is_validation else seeds
@@ -358,6 +383,8 @@ class ItemLoader:
             raise _ItemError(first, "loading") from error
         if group.loaded_dtypes:
             _convert_parts(parts, slot, group.loaded_dtypes, first, count)
+        if self._job.is_debug:
+            self._sum_slot(slot, first, count)
         return results
 
     def _slot_arrays(self, slot: int, group_number: int, group: LoadGroup) -> Arrays:
@@ -390,7 +417,7 @@ class ItemLoader:
         return kept[run.first : stop]
 
     def _scratch_of(self, group_number: int, group: LoadGroup) -> Arrays:
-        """Arrays of the loader's dtypes, for some items at a time."""
+        """Arrays of the loader's dtypes, for some items at a time; in debug mode, for one."""
         scratch = self._scratch.get(group_number)
         if scratch is None:
             item_nbytes = sum(
@@ -399,6 +426,8 @@ class ItemLoader:
             )
             batch_size = next(iter(group.layouts.values())).shape[0]
             count = max(1, min(batch_size, _CONVERT_NBYTES // max(item_nbytes, 1)))
+            if self._job.is_debug:
+                count = 1
             scratch = {
                 name: np.zeros((count, *group.layouts[name].shape[1:]), dtype)
                 for name, dtype in group.loaded_dtypes.items()
@@ -508,21 +537,3 @@ def _descriptors(run: _core.Run, data: Sequence[Any], start: int, count: int) ->
     if data.start != 0:
         indices += data.start
     return cast(Sequence[Any], indices)
-
-
-def _poisoning(loader: Callable[..., Any], forget: Callable[[], None]) -> Callable[..., Any]:
-    """The loader function, with what it leaves unwritten made an error."""
-
-    def checked(descriptor: Any, arrays: Arrays, seed: Any) -> Any:
-        _debug.poison(arrays, _debug.PATTERNS[0])
-        result = loader(descriptor, arrays, seed)
-        suspected = _debug.suspects(arrays, _debug.PATTERNS[0])
-        if suspected:
-            _debug.poison(arrays, _debug.PATTERNS[1])
-            if _core.random_restart():
-                forget()
-            result = loader(descriptor, arrays, seed)
-            _debug.check_written(arrays, suspected)
-        return result
-
-    return checked

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from hydrax import _core
 from hydrax._datagroup import DataGroup
+from hydrax._debug import Checksums, first_change
 from hydrax._failures import STARTING_UP, LoadFailure, RunReport, describe_failure
 from hydrax._item_loader import ItemLoader
 from hydrax._memory import available_nbytes, format_nbytes
 from hydrax._schedule import PlannedBatch
-from hydrax.errors import ArenaMemoryError, LoaderError
+from hydrax.errors import ArenaMemoryError, ArrayChangedError, LoaderError
 
-__all__ = ["BatchFailure", "BatchRecords", "describe_item", "failure_of_all", "read_records"]
+__all__ = [
+    "BatchFailure",
+    "BatchRecords",
+    "describe_batch",
+    "describe_item",
+    "failure_of_all",
+    "failure_of_change",
+    "read_records",
+]
 
 Record = tuple[int, int, bytes]
 
@@ -27,10 +38,12 @@ class BatchRecords(NamedTuple):
         additional: Key to one value per item.
         skipped: Position in the batch to the error, in order, of each item that could not be
             loaded and was left out; without those that only pad the batch.
+        checksums: Position to the checksums of what was loaded; only in debug mode.
     """
 
     additional: dict[str, list[Any]]
     skipped: dict[int, LoaderError]
+    checksums: Checksums
 
 
 class BatchFailure(NamedTuple):
@@ -73,12 +86,14 @@ def read_records(
         return _failure(planned, group, failures, is_batched=is_batched, inline=inline)
     additional: dict[str, list[Any]] = {}
     skipped: dict[int, LoadFailure] = {}
+    checksums: Checksums = {}
     for _, first, payload in records:
         packed: bytes | None = payload
         try:
             results = pickle.loads(payload)
             if isinstance(results, RunReport):
                 skipped.update(results.skipped)
+                checksums.update(results.checksums)
                 packed = results.results
                 results = {} if packed is None else pickle.loads(packed)
         except Exception as error:  # the classes of the results may do anything
@@ -95,15 +110,33 @@ def read_records(
         for item, failure in sorted(skipped.items())
         if item < planned.valid_count
     }
-    return BatchRecords(additional, errors)
+    return BatchRecords(additional, errors, checksums)
+
+
+def failure_of_change(
+    planned: PlannedBatch,
+    group: DataGroup[Any],
+    arrays: Mapping[str, np.ndarray[Any, Any]],
+    records: BatchRecords,
+) -> BatchFailure | None:
+    """The failure of a batch of which an item is no longer what was loaded, if there is one."""
+    found = first_change(arrays, records.checksums)
+    if found is None:
+        return None
+    item, name = found
+    cause = ArrayChangedError(
+        f"array {name!r}: its memory was written to after the loader function had returned"
+    )
+    failure = describe_failure(cause, "", "checking")._replace(traceback_text="")
+    error = _loader_error(planned, group, item, failure, cause, is_batched=False)
+    return BatchFailure(error, planned.valid_count, is_of_item=True)
 
 
 def failure_of_all(planned: PlannedBatch, records: BatchRecords) -> BatchFailure:
     """The failure of a batch of which every item was skipped."""
     first = next(iter(records.skipped.values()))
     error = LoaderError(
-        f"none of the {planned.valid_count} items of {_kind(planned)} batch {planned.batch_num} "
-        "could be loaded",
+        f"none of the {planned.valid_count} items of {describe_batch(planned)} could be loaded",
         descriptor=first.descriptor,
         index=first.index,
         group_index=first.group_index,
@@ -222,6 +255,15 @@ def describe_item(planned: PlannedBatch, group: DataGroup[Any], item: int) -> st
     return (
         f"item {index} ({text}) of {_kind(planned)} group {planned.group_index}, "
         f"{_kind(planned)} batch {planned.batch_num}"
+    )
+
+
+def describe_batch(planned: PlannedBatch) -> str:
+    """Text that tells a batch from all others."""
+    run = "epoch" if planned.kind == _core.TRAINING else "run"
+    return (
+        f"{_kind(planned)} batch {planned.batch_num} ({run} {planned.epoch}, batch "
+        f"{planned.epoch_batch})"
     )
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 __all__ = [
     "ArenaMemoryError",
+    "ArrayChangedError",
+    "ArrayKeptError",
     "BatchRetainedError",
     "BatchTimeoutError",
     "HydraxError",
@@ -168,6 +170,23 @@ class StateError(HydraxError, ValueError):
 
 class UnwrittenArrayError(HydraxError, ValueError):
     """In debug mode: the loader function did not fill an array completely."""
+
+
+class ArrayKeptError(HydraxError, ValueError):
+    """In debug mode: something still refers to an array of the loader function after its return.
+
+    By then the array's memory belongs to the batch, and later to another one.
+    """
+
+
+class ArrayChangedError(HydraxError, RuntimeError):
+    """In debug mode: an array's memory was written to when nobody may.
+
+    As the cause of a :class:`LoaderError`: after the loader function had returned, before the batch
+    was delivered. Raised by ``next`` or at the end of the ``with`` block as it is: while the
+    training loop had the batch, which holds for everything that takes part in it, such as a library
+    that got the array through DLPack.
+    """
 
 
 class ImageError(HydraxError, OSError):

@@ -17,6 +17,8 @@ from isolated.run import run_script
 import hydrax
 from hydrax import (
     ArenaMemoryError,
+    ArrayChangedError,
+    ArrayKeptError,
     BatchTimeoutError,
     DataGroup,
     Dataloader,
@@ -570,6 +572,8 @@ def test_in_process_a_breakpoint_is_the_users_own(monkeypatch):
         ArenaMemoryError("text"),
         ValueRangeError("text", item=4),
         UnwrittenArrayError("text"),
+        ArrayKeptError("text"),
+        ArrayChangedError("text"),
         ImageError("text"),
     ],
     ids=lambda error: type(error).__name__,
