@@ -38,6 +38,7 @@ from hydrax._workers import StartMethod, WorkerPool
 from hydrax.errors import (
     ArenaMemoryError,
     HydraxError,
+    JaxInWorkerError,
     LoaderError,
     WorkerDiedError,
     WorkerStartError,
@@ -264,7 +265,7 @@ class Dataloader(Generic[D]):
         self._planner: Iterator[PlannedBatch] = iter(self._schedule)
         self._next_planned: PlannedBatch | None = next(self._planner, None)
         self._pending: deque[PlannedBatch] = deque()
-        self._fatal_error: WorkerDiedError | WorkerStartError | None = None
+        self._fatal_error: HydraxError | None = None
         self._next_lock = threading.Lock()
         self._interrupted = False
         self._interrupt_handler = InterruptHandler(self.interrupt)
@@ -744,7 +745,7 @@ class Dataloader(Generic[D]):
         """Keep an error after which there are no more batches."""
         try:
             yield
-        except (WorkerDiedError, WorkerStartError) as error:
+        except (WorkerDiedError, WorkerStartError, JaxInWorkerError) as error:
             self._fatal_error = error
             self._state = "ended"
             raise

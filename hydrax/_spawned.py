@@ -83,11 +83,23 @@ def start() -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 
 def introduce(
-    connection: socket.socket, arena: _core.Arena, trainer_fd: int, index: int | None, job: bytes
+    connection: socket.socket,
+    arena: _core.Arena,
+    trainer_fd: int,
+    worker: tuple[int, int] | None,
+    job: bytes,
 ) -> None:
-    """Send what the process needs: worker number index, or for None be a fork server."""
-    number = -1 if index is None else index
-    socket.send_fds(connection, [_NUMBER.pack(number)], [*arena.fds, trainer_fd])
+    """Send what the process needs.
+
+    Args:
+        connection: To the process.
+        arena: What it is to attach to.
+        trainer_fd: pidfd of this process.
+        worker: Be a worker, with this number and file for stacks; None: be a fork server.
+        job: What pack_job() returned.
+    """
+    number, *stack_fd = (-1,) if worker is None else worker
+    socket.send_fds(connection, [_NUMBER.pack(number)], [*arena.fds, trainer_fd, *stack_fd])
     connection.sendall(_LENGTH.pack(len(job)))
     connection.sendall(job)
 
@@ -120,9 +132,9 @@ def await_ready(connection: socket.socket, timeout_s: float | None) -> None:
         )
 
 
-def fork_worker(connection: socket.socket, index: int) -> int:
+def fork_worker(connection: socket.socket, index: int, stack_fd: int) -> int:
     """Have the fork server start worker number index; returns its process id."""
-    connection.sendall(_FORK + _NUMBER.pack(index))
+    socket.send_fds(connection, [_FORK + _NUMBER.pack(index)], [stack_fd])
     return int(_NUMBER.unpack(_receive(connection, _NUMBER.size))[0])
 
 
@@ -167,11 +179,13 @@ def serve(connection: socket.socket) -> None:
     """Be a spawned worker, or the server that forks workers, as the trainer says."""
     # First, so that a main module without a guard is told where it is being imported.
     _context.enter_worker(-1)
-    header, fds, _, _ = socket.recv_fds(connection, _NUMBER.size, 5)
-    if len(header) < _NUMBER.size or len(fds) != 5:
+    header, fds, _, _ = socket.recv_fds(connection, _NUMBER.size, 6)
+    if len(header) < _NUMBER.size or len(fds) < 5:
         raise EOFError
     (index,) = _NUMBER.unpack(header)
-    *arena_fds, trainer_fd = fds
+    *arena_fds, trainer_fd = fds[:5]
+    for fd in fds:
+        os.set_inheritable(fd, False)
     packed = _receive_message(connection)
     try:
         arena = _core.Arena.attach(*arena_fds)
@@ -186,7 +200,7 @@ def serve(connection: socket.socket) -> None:
     connection.sendall(_LENGTH.pack(0))
     if index >= 0:
         connection.close()
-        run_worker(arena, job, index, trainer_fd)
+        run_worker(arena, job, index, trainer_fd, fds[5])
     else:
         _fork_on_demand(connection, arena, job, trainer_fd)
 
@@ -202,8 +216,10 @@ def _fork_on_demand(
         ready = dict(poll.poll())
         if trainer_fd in ready:
             return
-        command = _receive(connection, 1)
-        (number,) = _NUMBER.unpack(_receive(connection, _NUMBER.size))
+        message, fds, _, _ = socket.recv_fds(connection, 1 + _NUMBER.size, 1)
+        if len(message) < 1 + _NUMBER.size:
+            raise EOFError
+        command, (number,) = message[:1], _NUMBER.unpack(message[1:])
         if command == _REAP:
             try:
                 _, status = os.waitpid(number, 0)
@@ -211,12 +227,18 @@ def _fork_on_demand(
             except ChildProcessError:  # the main module has SIGCHLD ignored
                 answer = _UNKNOWN
         else:
-            answer = _fork_here(connection, arena, job, number, trainer_fd)
+            answer = _fork_here(connection, arena, job, number, trainer_fd, fds[0])
+            os.close(fds[0])
         connection.sendall(_NUMBER.pack(answer))
 
 
 def _fork_here(
-    connection: socket.socket, arena: _core.Arena, job: LoadJob, index: int, trainer_fd: int
+    connection: socket.socket,
+    arena: _core.Arena,
+    job: LoadJob,
+    index: int,
+    trainer_fd: int,
+    stack_fd: int,
 ) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -227,7 +249,8 @@ def _fork_here(
     status = 1
     try:
         connection.close()
-        run_worker(arena, job, index, trainer_fd)
+        os.set_inheritable(stack_fd, False)
+        run_worker(arena, job, index, trainer_fd, stack_fd)
         status = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())

@@ -6,7 +6,6 @@ Imports no JAX.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import gc
 import os
 import signal
@@ -17,6 +16,7 @@ from typing import Any, NoReturn
 from hydrax import _context, _core
 from hydrax._failures import STARTING_UP
 from hydrax._item_loader import ItemLoader, LoadJob
+from hydrax._stacks import offer_stacks
 from hydrax.errors import HydraxError
 
 __all__ = ["leave", "leave_group", "run_worker", "signals_held"]
@@ -51,7 +51,7 @@ def signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _settle_in(job: LoadJob, index: int) -> None:
+def _settle_in(job: LoadJob, index: int, stack_fd: int) -> None:
     """Make this process a good worker: quiet, guarded, and out of the way of the others."""
     # Ctrl+C and kill go to a whole process group; it is for the main process to act on them, so
     # this process leaves its group, and what came until then is dropped. When the main process
@@ -63,14 +63,13 @@ def _settle_in(job: LoadJob, index: int) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    offer_stacks(stack_fd)  # while signals still wait
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     sys.stdin = open(os.devnull)  # noqa: SIM115 - for the life of the process
     sys.breakpointhook = _refuse_breakpoint
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr may be no file
-        faulthandler.enable()
     if job.nice:
         with contextlib.suppress(OSError):  # it takes a privilege to be less nice
             os.nice(job.nice)
@@ -81,7 +80,9 @@ def _settle_in(job: LoadJob, index: int) -> None:
     _context.enter_worker(index)
 
 
-def run_worker(arena: _core.Arena, job: LoadJob, index: int, trainer_fd: int) -> None:
+def run_worker(
+    arena: _core.Arena, job: LoadJob, index: int, trainer_fd: int, stack_fd: int
+) -> None:
     """Be loader process number index until the arena is closed or the trainer ends.
 
     Args:
@@ -89,8 +90,9 @@ def run_worker(arena: _core.Arena, job: LoadJob, index: int, trainer_fd: int) ->
         job: What to do.
         index: Number of this worker.
         trainer_fd: pidfd of the trainer; taken.
+        stack_fd: Where this process's Python stacks are written to; taken.
     """
-    _settle_in(job, index)
+    _settle_in(job, index, stack_fd)
     _core.start_guard(os.dup(trainer_fd))
     loader = ItemLoader(arena, job)
     loader.random.install()

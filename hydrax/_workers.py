@@ -12,13 +12,15 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 from hydrax import _core, _spawned
 from hydrax._item_loader import LoadJob
+from hydrax._jax_watch import is_jax_running
 from hydrax._memory import available_nbytes, format_nbytes
+from hydrax._stacks import Process, Stack, StackFiles
 from hydrax._worker_main import leave, leave_group, run_worker, signals_held
 from hydrax.errors import WorkerDiedError, WorkerStartError
 
@@ -93,6 +95,8 @@ class WorkerPool:
         self._endings = select.poll()
         self._trainer_fd = -1
         self._server: socket.socket | None = None
+        self._stack_files = StackFiles()
+        self._is_forked_from_jax = False
         self._resources = contextlib.ExitStack()
         self.restart_count = self.retried_count = 0
 
@@ -100,7 +104,10 @@ class WorkerPool:
         """Start all processes; if one cannot be started, none is left."""
         self._trainer_fd = os.pidfd_open(os.getpid())
         self._resources.callback(os.close, self._trainer_fd)
+        self._resources.callback(self._stack_files.close)
+        self._is_forked_from_jax = self._start_method == "fork" and is_jax_running()
         try:
+            self._stack_files.open(self._count)
             if self._start_method == "forkserver":
                 self._start_server()
             self._start_workers(range(self._count))
@@ -140,20 +147,21 @@ class WorkerPool:
                 self._add(index, pid, lambda pid=pid: _wait_for(pid))  # type: ignore[misc]
 
     def _fork(self, index: int) -> int:
+        stack_fd = self._stack_files.renew(index)
         # The warnings say that a forked child must not use JAX or other threads' locks. A worker
         # does not, and the user did not write the call that they are about.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             pid = os.fork()
             if pid == 0:
-                self._be_worker(index)
+                self._be_worker(index, stack_fd)
         leave_group(pid)
         return pid
 
-    def _be_worker(self, index: int) -> NoReturn:
+    def _be_worker(self, index: int, stack_fd: int) -> NoReturn:
         status = 1
         try:
-            run_worker(self._arena, self._job, index, self._trainer_fd)
+            run_worker(self._arena, self._job, index, self._trainer_fd, stack_fd)
             status = 0
         except BaseException:
             sys.excepthook(*sys.exc_info())
@@ -171,8 +179,9 @@ class WorkerPool:
                     self._add(index, process.pid, process.wait)
                 started.append((index, connection))
             for index, connection in started:
+                worker = index, self._stack_files.renew(index)
                 _spawned.introduce(
-                    connection, self._arena, self._trainer_fd, index, self._packed_job
+                    connection, self._arena, self._trainer_fd, worker, self._packed_job
                 )
             for _, connection in started:
                 _spawned.await_ready(connection, self._timeout_s)
@@ -192,7 +201,7 @@ class WorkerPool:
         assert server is not None
         for index in indices:
             try:
-                pid = _spawned.fork_worker(server, index)
+                pid = _spawned.fork_worker(server, index, self._stack_files.renew(index))
             except (EOFError, OSError) as error:
                 raise WorkerStartError(
                     "the process that forks the loader processes has ended"
@@ -206,6 +215,18 @@ class WorkerPool:
     def pids(self) -> list[int]:
         """Process id of each worker; of one that has ended, what it was."""
         return list(self._pids)
+
+    @property
+    def is_forked_from_jax(self) -> bool:
+        """Whether the workers were forked while JAX was running; there it would wait for ever."""
+        return self._is_forked_from_jax
+
+    def stacks(self, indices: Iterable[int]) -> dict[int, Stack]:
+        """Where some of the workers stand now, by their numbers; not of those that have ended."""
+        workers = {index: self._workers[index] for index in indices if index in self._workers}
+        return self._stack_files.take(
+            {index: Process(worker.pid, worker.pidfd) for index, worker in workers.items()}
+        )
 
     def find_ended(self) -> int | None:
         """Number of a worker that has ended on its own, or None. Does not wait."""
@@ -257,7 +278,7 @@ class WorkerPool:
                 doing += f"; it had taken items {listed}" + (f" and {rest} more" * (rest > 0))
         return WorkerDiedError(
             f"loader process {index} (pid {worker.pid}) {_describe_exit(exitcode)}{doing}"
-            f"{self._hint(exitcode)}",
+            f"{self._hint(exitcode)}{self._stack_files.report_crash(index)}",
             worker_index=index,
             pid=worker.pid,
             exitcode=exitcode,

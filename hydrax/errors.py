@@ -10,9 +10,11 @@ from typing import Any
 
 __all__ = [
     "ArenaMemoryError",
+    "BatchRetainedError",
     "BatchTimeoutError",
     "HydraxError",
     "ImageError",
+    "JaxInWorkerError",
     "LoaderError",
     "StateError",
     "UnwrittenArrayError",
@@ -33,8 +35,16 @@ class HydraxError(Exception):
 class BatchTimeoutError(HydraxError, TimeoutError):
     """No batch came within ``timeout_sec``.
 
-    The message says what each loader process was doing, or that every slot of the arena is still
-    held by arrays of earlier batches.
+    The message says what each loader process was doing, with the Python stack of those that were
+    loading.
+    """
+
+
+class BatchRetainedError(BatchTimeoutError):
+    """No batch came within ``timeout_sec``, as every slot was held by arrays of earlier batches.
+
+    The message says what holds them: variables, containers, frames that a traceback keeps, or
+    computations that JAX has not finished.
     """
 
 
@@ -101,6 +111,35 @@ class WorkerDiedError(HydraxError, RuntimeError):
         self.pid = pid
         self.exitcode = exitcode
         self.indices = indices
+
+
+class JaxInWorkerError(HydraxError, RuntimeError):
+    """The loader function, or startup_func, uses JAX in a forked process, where JAX cannot work.
+
+    It would wait there for ever. Use NumPy in loader functions: what they fill becomes jax.Arrays
+    in the main process. The run cannot go on after this error.
+
+    Attributes:
+        worker_index: Which loader process, counted from 0.
+        pid: Its process id.
+        filename: File of the innermost line outside of JAX.
+        lineno: Its line.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        worker_index: int = -1,
+        pid: int = 0,
+        filename: str = "",
+        lineno: int = 0,
+    ) -> None:
+        super().__init__(message)
+        self.worker_index = worker_index
+        self.pid = pid
+        self.filename = filename
+        self.lineno = lineno
 
 
 class WorkerStartError(HydraxError, RuntimeError):
