@@ -280,11 +280,14 @@ class _Search:
         referrers = gc.get_referrers(*frontier)
         found: list[Any] = []
         for referrer in referrers:
-            if id(referrer) in ignored or _is_own(referrer):
+            if id(referrer) in ignored:
                 continue
             goes_on = False
             for obj in frontier:
-                link = _link(referrer, obj)
+                try:
+                    link = _link(referrer, obj)
+                except Exception:  # it may do anything when it is looked at
+                    link = _Link(f"a {type(referrer).__name__}", None)
                 if link is not None:
                     self._add(id(obj), link)
                     goes_on |= link.owner is not None
@@ -363,10 +366,6 @@ def _running_frames() -> list[types.FrameType]:
     # One of them was this function's own, which would go on to hold its callers.
     del frame
     return frames
-
-
-def _is_own(referrer: Any) -> bool:
-    return isinstance(referrer, types.FrameType) and referrer.f_code.co_filename in _OWN_FILES
 
 
 def _variable(name: str, frame: types.FrameType) -> str:

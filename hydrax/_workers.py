@@ -250,10 +250,10 @@ class WorkerPool:
         self.restart_count += 1
         self.retried_count += len(error.indices)
         logger.warning(
-            "%s; restart %d of at most %d (max_restarts)",
-            error,
+            "restart %d of at most %d (max_restarts): %s",
             self.restart_count,
             self._max_restarts,
+            error,
         )
         self._start_workers((index,))
 
