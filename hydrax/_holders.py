@@ -200,7 +200,7 @@ def _live_arrays(memory: _Memory) -> tuple[list[Any], list[int], int]:
     slots: list[int] = []
     pending_count = 0
     jax: Any = sys.modules.get("jax")
-    for array in jax.live_arrays() if jax is not None else ():
+    for array in reversed(list(jax.live_arrays()) if jax is not None else []):
         for address in _addresses(array):
             slot = memory.slot_of(address)
             if slot is not None:
@@ -257,20 +257,20 @@ class _Search:
 
     def run(self, ignored: set[int]) -> None:
         """Search; what has an id() that is ignored does not count as a referrer."""
-        deadline_s = time.monotonic() + _BUDGET_S
+        deadline_s = time.thread_time() + _BUDGET_S
         took_s = 0.0 if sys.getallocatedblocks() < _MAX_BLOCKS else _BUDGET_S
         for _ in range(_MAX_STEPS):
-            start_s = time.monotonic()
+            start_s = time.thread_time()
             if not self._frontier or start_s + took_s >= deadline_s:
                 break
             self._step(tuple(self._frontier), ignored)
-            took_s = time.monotonic() - start_s
+            took_s = time.thread_time() - start_s
         for frame in _running_frames():
             self._look_into(frame)
+        for module in list(sys.modules.values()):
+            self._look_into_module(module)
         # The texts are what is left.
-        self._batches = {
-            key: repr(obj) for key, obj in self._known.items() if isinstance(obj, Batch)
-        }
+        self._batches = {key: repr(obj) for key, obj in self._known.items() if _is(obj, Batch)}
         self._known.clear()
         self._frontier.clear()
 
@@ -280,11 +280,14 @@ class _Search:
         referrers = gc.get_referrers(*frontier)
         found: list[Any] = []
         for referrer in referrers:
-            if id(referrer) in ignored or _is_own(referrer):
+            if id(referrer) in ignored:
                 continue
             goes_on = False
             for obj in frontier:
-                link = _link(referrer, obj)
+                try:
+                    link = _link(referrer, obj)
+                except Exception:  # it may do anything when it is looked at
+                    link = _Link(f"a {type(referrer).__name__}", None)
                 if link is not None:
                     self._add(id(obj), link)
                     goes_on |= link.owner is not None
@@ -312,10 +315,18 @@ class _Search:
                 if path not in self.views.setdefault(slot, []):
                     self.views[slot].append(path)
 
+    def _look_into_module(self, module: types.ModuleType) -> None:
+        """The globals of a module, which gc.freeze() takes away from the heap that is searched."""
+        namespace = getattr(module, "__dict__", None)
+        if type(namespace) is dict:
+            for name, value in list(namespace.items()):
+                if id(value) in self._known:
+                    self._add(id(value), _Link(_global(name, namespace), None))
+
     def _slots_of_views(self, value: Any) -> set[int]:
         """The slots that a NumPy array, or those in a container, lie in."""
         elements: Iterable[Any] = ()
-        if isinstance(value, np.ndarray):
+        if _is(value, np.ndarray):
             elements = (value,)
         elif type(value) in (list, tuple, deque):
             elements = itertools.islice(value, _MAX_ELEMENTS)
@@ -323,7 +334,7 @@ class _Search:
             elements = itertools.islice(value.values(), _MAX_ELEMENTS)
         slots: set[int | None] = set()
         for element in elements:
-            if isinstance(element, np.ndarray):
+            if _is(element, np.ndarray):
                 address = element.__array_interface__["data"][0]
                 slots.update(memory.slot_of(address) for memory in self._memories)
         return {slot for slot in slots if slot is not None}
@@ -351,6 +362,11 @@ class _Search:
         return rooted[:_MAX_PATHS] or others[:_MAX_PATHS]
 
 
+def _is(obj: Any, types_: type | tuple[type, ...]) -> bool:
+    """isinstance(), without asking the object for its class, which may run code of it."""
+    return issubclass(type(obj), types_)
+
+
 def _running_frames() -> list[types.FrameType]:
     """The frames of all threads, but for those of the search itself."""
     frames: list[types.FrameType] = []
@@ -363,10 +379,6 @@ def _running_frames() -> list[types.FrameType]:
     # One of them was this function's own, which would go on to hold its callers.
     del frame
     return frames
-
-
-def _is_own(referrer: Any) -> bool:
-    return isinstance(referrer, types.FrameType) and referrer.f_code.co_filename in _OWN_FILES
 
 
 def _variable(name: str, frame: types.FrameType) -> str:
@@ -402,7 +414,7 @@ _LAST_RESULT = "the last result of "
 def _link(referrer: Any, obj: Any) -> _Link | None:
     """As what something that may refer to an object does so; None if it does not."""
     owner = id(referrer)
-    if isinstance(referrer, _GENERATORS):
+    if _is(referrer, _GENERATORS):
         frame: Any = getattr(referrer, "gi_frame", None) or getattr(referrer, "cr_frame", None)
         name = None if frame is None else _name_in(frame, obj)
         return None if name is None else _Link(f"generator: {_variable(name, frame)}", None)
@@ -415,12 +427,12 @@ def _link(referrer: Any, obj: Any) -> _Link | None:
         return _Link("" if _holds_arrays(referrer, obj) else f"[{_brief(key)}{_OF_DICT}", owner)
     if not _contains(gc.get_referents(referrer), obj):
         return None
-    if isinstance(referrer, types.FrameType):
+    if _is(referrer, types.FrameType):
         # One that has ended: an error's traceback keeps it.
         return _Link(_variable(_name_in(referrer, obj) or "?", referrer), owner)
-    if isinstance(referrer, _ITERATORS):
+    if _is(referrer, _ITERATORS):
         return _Link(f"{_LAST_RESULT}{type(referrer).__name__}()", None)
-    if isinstance(referrer, (types.TracebackType, types.MappingProxyType, memoryview, Batch)):
+    if _is(referrer, (types.TracebackType, types.MappingProxyType, memoryview, Batch)):
         return _Link("", owner)
     return _Link(_role(referrer, obj), owner)
 
@@ -455,7 +467,7 @@ def _locals_of(frame: types.FrameType) -> list[tuple[str, Any]]:
             values.clear()
         else:  # the function has called locals()
             for name, value in items:
-                if isinstance(value, Batch):
+                if _is(value, Batch):
                     del values[name]
     return items
 
@@ -466,13 +478,13 @@ def _brief(key: Any) -> str:
 
 def _role(referrer: Any, obj: Any) -> str:
     kind = type(referrer)
-    if isinstance(referrer, BaseException):
+    if _is(referrer, BaseException):
         return f"the traceback of a {kind.__name__}"
-    if isinstance(referrer, type):
-        return f"class {referrer.__qualname__}"
-    if isinstance(referrer, types.FunctionType):
+    if _is(referrer, type):
+        return f"{_ATTRIBUTES}class {referrer.__qualname__}"
+    if _is(referrer, types.FunctionType):
         return f"function {referrer.__qualname__}"
-    if isinstance(referrer, types.CellType):
+    if _is(referrer, types.CellType):
         return "a closure"
     if kind.__name__ == "managedbuffer":
         return "a NumPy view of it"

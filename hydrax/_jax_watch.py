@@ -15,6 +15,7 @@ import struct
 import sys
 import sysconfig
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,13 +26,14 @@ from hydrax._stacks import Frame, Stack
 if TYPE_CHECKING:
     from hydrax._workers import WorkerPool
 
-__all__ = ["JaxWatch", "is_jax_running", "jax_call", "source_of", "until_jax"]
+__all__ = ["JaxWatch", "is_in_jax", "is_jax_running", "jax_call", "source_of"]
 
 # Without processor time for so long, a process is worth a look; and between two looks.
 _IDLE_NS = 1_000_000_000
 _BETWEEN_NS = 1_500_000_000
-# Processor time that a process may use and still count as waiting: answering a look takes some.
+# Processor time that a process may use and still count as waiting, and as not having moved at all.
 _SPARE_CPU_NS = 5_000_000
+_SAME_CPU_NS = 20_000
 # Of the native stack, what is read, and how many frames of XLA must be the innermost.
 _STACK_NBYTES = 16 * 1024
 _XLA_FRAMES = 3
@@ -49,14 +51,14 @@ def is_jax_running() -> bool:
         return True
 
 
-def jax_call(stack: Stack) -> Frame | None:
-    """The innermost frame outside of JAX, if the innermost frames are in JAX.
+def jax_call(frames: Sequence[Frame]) -> Frame | None:
+    """The innermost frame outside of JAX, if the innermost ones are in JAX; else None.
 
     The standard library does not count: JAX waits and wraps with its help. An import that is
     going on is no such call, however long it takes.
     """
     is_inside = False
-    for frame in reversed(stack.frames):
+    for frame in reversed(frames):
         if _is_importing(frame):
             return None
         if frame.path.startswith(_jax_folders()):
@@ -66,13 +68,9 @@ def jax_call(stack: Stack) -> Frame | None:
     return None
 
 
-def until_jax(stack: Stack) -> Stack:
-    """A stack without what happens inside of JAX, but for the first function there."""
-    call = jax_call(stack)
-    if call is None:
-        return stack
-    position = len(stack.frames) - stack.frames[::-1].index(call)
-    return stack._replace(frames=stack.frames[: position + 1])
+def is_in_jax(stack: Stack) -> bool:
+    """Whether a thread is in JAX."""
+    return any(jax_call(frames) is not None for frames in (stack.frames, *stack.threads))
 
 
 def source_of(frame: Frame) -> str:
@@ -85,17 +83,17 @@ class _Look:
     """What was last seen of a process that is loading.
 
     Attributes:
-        place: What it was loading.
+        place: Which process it was, and what it was loading.
         cpu_ns: Its processor time then.
         since_ns: When that was.
-        call: Where it called JAX, if it was seen to wait there.
-        is_elsewhere: It was seen to wait somewhere else, and cannot have got away since.
+        frames: The stack until into JAX, if it was seen to wait there.
+        is_elsewhere: It was seen to wait somewhere else.
     """
 
-    place: tuple[bool, tuple[int, int] | None]
+    place: tuple[int, bool, tuple[int, int] | None]
     cpu_ns: int
     since_ns: int
-    call: Frame | None = None
+    frames: tuple[Frame, ...] = ()
     is_elsewhere: bool = False
 
 
@@ -112,15 +110,12 @@ class JaxWatch:
         self._pool = pool
         self._looks: dict[int, _Look] = {}
 
-    def forget(self) -> None:
-        """Begin anew: the processes were not watched for a while."""
-        self._looks.clear()
-
-    def look(self) -> tuple[int, Stack, Frame] | None:
+    def look(self) -> tuple[int, Stack] | None:
         """Look at all processes.
 
         Returns:
-            Number, stack and call of one that waits inside JAX; None where there is no such.
+            Number of one that waits inside JAX, and the stack up to the first function there, if
+            there is one; None where there is no such process.
         """
         suspects = [index for index in range(len(self._pool)) if self._is_suspect(index)]
         if not suspects:
@@ -128,18 +123,16 @@ class JaxWatch:
         found = None
         for index, stack in self._pool.stacks(suspects).items():
             look = self._looks[index]
-            call = self._call(self._pool.pids[index], stack)
-            if call is None:
-                look.is_elsewhere = True
-            elif call == look.call:
-                found = index, stack, call
+            frames = self._frames_until_jax(self._pool.pids[index], stack)
+            if frames and frames == look.frames:
+                found = index, Stack(frames)
             # To answer has taken some time.
             self._looks[index] = _Look(
                 look.place,
                 _cpu_ns(self._pool.pids[index]),
                 time.monotonic_ns(),
-                call,
-                look.is_elsewhere,
+                frames,
+                is_elsewhere=not frames,
             )
         return found
 
@@ -149,25 +142,30 @@ class JaxWatch:
         if is_started and item is None:
             self._looks.pop(index, None)
             return False
-        now, cpu_ns = time.monotonic_ns(), _cpu_ns(self._pool.pids[index])
+        pid = self._pool.pids[index]
+        now, cpu_ns = time.monotonic_ns(), _cpu_ns(pid)
         look = self._looks.get(index)
-        place = (is_started, item)
+        place = (pid, is_started, item)
         if look is None or look.place != place or cpu_ns - look.cpu_ns > _SPARE_CPU_NS:
             self._looks[index] = _Look(place, cpu_ns, now)
             return False
-        if look.is_elsewhere:
-            return False
-        return now - look.since_ns > (_IDLE_NS if look.call is None else _BETWEEN_NS)
+        if look.is_elsewhere and cpu_ns - look.cpu_ns < _SAME_CPU_NS:
+            return False  # it must still be there, and is left in peace
+        return now - look.since_ns > (_BETWEEN_NS if look.frames else _IDLE_NS)
 
     @staticmethod
-    def _call(pid: int, stack: Stack) -> Frame | None:
-        call = jax_call(stack)
-        if call is None and stack.frames and _waits_in_xla(pid):
+    def _frames_until_jax(pid: int, stack: Stack) -> tuple[Frame, ...]:
+        """The stack of the thread that waits in JAX, up to the first function there; () if none."""
+        for frames in (stack.frames, *stack.threads):
+            call = jax_call(frames)
+            if call is not None:
+                return frames[: len(frames) - frames[::-1].index(call) + 1]
+        if stack.frames and _waits_in_xla(pid):
             # From the line itself to native code, without a function of JAX between them.
             innermost = stack.frames[-1]
             if not _is_importing(innermost) and not _is_library(innermost.path):
-                return innermost
-        return call
+                return stack.frames
+        return ()
 
 
 def _is_importing(frame: Frame) -> bool:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from hydrax import _core
 from hydrax._holders import describe_holders
 from hydrax._item_loader import ItemLoader
-from hydrax._jax_watch import JaxWatch, jax_call, source_of, until_jax
-from hydrax._stacks import Frame, Stack, format_stack
+from hydrax._jax_watch import JaxWatch, is_in_jax, jax_call, source_of
+from hydrax._stacks import Stack, format_stack
 from hydrax._workers import WorkerPool
 from hydrax.errors import BatchRetainedError, BatchTimeoutError, JaxInWorkerError
 
@@ -93,8 +93,6 @@ class BatchWaiter:
         end = _FOREVER_NS if self._timeout_s is None else start + int(self._timeout_s * 1e9)
         kept_since: int | None = None
         is_collected = is_warned = False
-        if self._jax_watch is not None:
-            self._jax_watch.forget()
         while True:
             # As long as all slots are held, look again and again who can let go of one.
             now = time.monotonic_ns()
@@ -209,7 +207,7 @@ class BatchWaiter:
             stack = stacks.get(index)
             if stack is None:
                 continue
-            is_jax |= self._jax_watch is not None and jax_call(stack) is not None
+            is_jax |= self._jax_watch is not None and is_in_jax(stack)
             first = shown.setdefault(stack, index)
             if first == index:
                 lines += format_stack(stack, indent="  ")
@@ -231,13 +229,12 @@ class BatchWaiter:
             return f"has nothing to do, after {count} items", False
         return f"has been loading for {seconds:.1f} s, now at {describe(*item)}", True
 
-    def _jax_error(
-        self, index: int, stack: Stack, call: Frame, describe: Describe
-    ) -> JaxInWorkerError:
+    def _jax_error(self, index: int, stack: Stack, describe: Describe) -> JaxInWorkerError:
         assert isinstance(self._loading, WorkerPool)
         pid = self._loading.pids[index]
         is_started, item, *_ = self._arena.worker_state(index)
         doing = f"at {describe(*item)}" if is_started and item is not None else "in startup_func"
+        call = jax_call(stack.frames) or stack.frames[-1]
         source = source_of(call)
         lines = [
             f"loader process {index} (pid {pid}), {doing}, uses JAX, which cannot work in a forked "
@@ -246,7 +243,7 @@ class BatchWaiter:
             "use NumPy there: what the loader function fills becomes jax.Arrays in the main "
             "process (see placement_func); or start_method='spawn', whose processes have a JAX of "
             "their own",
-            *format_stack(until_jax(stack)),
+            *format_stack(stack),
         ]
         return JaxInWorkerError(
             "\n".join(lines),

@@ -95,9 +95,9 @@ class WorkerPool:
         self._endings = select.poll()
         self._trainer_fd = -1
         self._server: socket.socket | None = None
-        self._resources = contextlib.ExitStack()
         self._stack_files = StackFiles()
         self._is_forked_from_jax = False
+        self._resources = contextlib.ExitStack()
         self.restart_count = self.retried_count = 0
 
     def start(self) -> None:
@@ -105,6 +105,7 @@ class WorkerPool:
         self._trainer_fd = os.pidfd_open(os.getpid())
         self._resources.callback(os.close, self._trainer_fd)
         self._resources.callback(self._stack_files.close)
+        self._is_forked_from_jax = self._start_method == "fork" and is_jax_running()
         try:
             self._stack_files.open(self._count)
             if self._start_method == "forkserver":
@@ -116,7 +117,6 @@ class WorkerPool:
 
     def _start_workers(self, indices: Sequence[int]) -> None:
         if self._start_method == "fork":
-            self._is_forked_from_jax = self._is_forked_from_jax or is_jax_running()
             self._fork_workers(indices)
         elif self._start_method == "spawn":
             self._spawn_workers(indices)
@@ -218,17 +218,14 @@ class WorkerPool:
 
     @property
     def is_forked_from_jax(self) -> bool:
-        """Whether workers were forked while JAX was running; there it would wait for ever."""
+        """Whether the workers were forked while JAX was running; there it would wait for ever."""
         return self._is_forked_from_jax
 
     def stacks(self, indices: Iterable[int]) -> dict[int, Stack]:
-        """Where some of the workers stand now, by their numbers."""
+        """Where some of the workers stand now, by their numbers; not of those that have ended."""
+        workers = {index: self._workers[index] for index in indices if index in self._workers}
         return self._stack_files.take(
-            {
-                index: Process(self._workers[index].pid, self._workers[index].pidfd)
-                for index in indices
-                if index in self._workers
-            }
+            {index: Process(worker.pid, worker.pidfd) for index, worker in workers.items()}
         )
 
     def find_ended(self) -> int | None:
@@ -253,10 +250,10 @@ class WorkerPool:
         self.restart_count += 1
         self.retried_count += len(error.indices)
         logger.warning(
-            "%s; restart %d of at most %d (max_restarts)",
-            error,
+            "restart %d of at most %d (max_restarts): %s",
             self.restart_count,
             self._max_restarts,
+            error,
         )
         self._start_workers((index,))
 
@@ -299,7 +296,7 @@ class WorkerPool:
         if exitcode == -signal.SIGBUS:
             return "; a file that it had mapped may have become shorter"
         if exitcode == -signal.SIGSEGV:
-            return "; native code crashed"
+            return "; native code crashed, see the Python stack on stderr"
         return ""
 
     def stop(self) -> None:
