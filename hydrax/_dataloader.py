@@ -97,7 +97,8 @@ class Dataloader(Generic[D]):
         batched: Whether loader_func takes many items in one call: a sequence of descriptors (a
             NumPy array where the data is a ``range`` or a NumPy array), arrays with a leading
             dimension for the items, and a sequence of seeds (None for validation). It returns a
-            dict with a sequence of one value per item under each key, or None.
+            dict with a sequence of one value per item under each key, or None. None, the default,
+            asks the loader function, which may have an attribute ``is_batched``.
         debug: Whether to check that the loader function fills its arrays, at the price of calling
             it again where in doubt. Also switched on by ``HYDRAX_DEBUG=1`` in the environment.
         on_error: What becomes of a batch of which an item could not be loaded. ``"raise"``:
@@ -142,7 +143,7 @@ class Dataloader(Generic[D]):
         startup_func: Callable[[], None] | None = None,
         placement_func: PlacementFunc | None = None,
         start_method: StartMethod = "fork",
-        batched: bool = False,
+        batched: bool | None = None,
         debug: bool = False,
         on_error: Literal["raise", "drop_batch"] | Callable[[LoaderError], object] = "raise",
     ) -> None:
@@ -197,6 +198,8 @@ class Dataloader(Generic[D]):
                 f"end_at {end_at} (batch {self._schedule.last_batch}) comes before start_at "
                 f"{start_at} (batch {self._schedule.first_batch}); both count from the beginning"
             )
+        if batched is None:
+            batched = getattr(loader_func, "is_batched", False)
         self._groups = (*self._training, *self._validation)
         self._layouts, slot_nbytes = self._lay_out_slots()
         self._job = LoadJob(
