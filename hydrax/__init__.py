@@ -11,8 +11,9 @@ from hydrax._batch import Batch, TrainingBatch, ValidationBatch
 from hydrax._context import LoaderContext, is_worker, loader_context
 from hydrax._datagroup import DataGroup
 from hydrax._dataloader import Dataloader
+from hydrax._ragged import length_mask
 from hydrax._references import debug_batch_references
-from hydrax._specs import ArrayLayout
+from hydrax._specs import ArrayLayout, Ragged
 from hydrax._stats import LoaderStats, WorkerStats
 from hydrax._version import __version__
 from hydrax.errors import (
@@ -21,6 +22,7 @@ from hydrax.errors import (
     HydraxError,
     ImageError,
     LoaderError,
+    RaggedLengthError,
     StateError,
     UnwrittenArrayError,
     ValueRangeError,
@@ -40,6 +42,8 @@ __all__ = [
     "LoaderContext",
     "LoaderError",
     "LoaderStats",
+    "Ragged",
+    "RaggedLengthError",
     "StateError",
     "TrainingBatch",
     "UnwrittenArrayError",
@@ -51,5 +55,6 @@ __all__ = [
     "__version__",
     "debug_batch_references",
     "is_worker",
+    "length_mask",
     "loader_context",
 ]

@@ -290,6 +290,7 @@ class Dataloader(Generic[D]):
                     for spec in group.specs
                     if spec.dtype != layouts[spec.name].dtype
                 },
+                {spec.name: spec.truncate for spec in group.specs if spec.ragged},
                 is_validation=index >= len(self._training),
             )
             for index, (group, layouts) in enumerate(zip(self._groups, self._layouts, strict=True))
