@@ -8,6 +8,7 @@ Importing this package does not import JAX, so that loader processes stay free o
 """
 
 from hydrax._batch import Batch, TrainingBatch, ValidationBatch
+from hydrax._buckets import PackPlan, bucket_by_length, pack_sequences
 from hydrax._context import LoaderContext, is_worker, loader_context
 from hydrax._datagroup import DataGroup
 from hydrax._dataloader import Dataloader
@@ -42,6 +43,7 @@ __all__ = [
     "LoaderContext",
     "LoaderError",
     "LoaderStats",
+    "PackPlan",
     "Ragged",
     "RaggedLengthError",
     "StateError",
@@ -53,8 +55,10 @@ __all__ = [
     "WorkerStartError",
     "WorkerStats",
     "__version__",
+    "bucket_by_length",
     "debug_batch_references",
     "is_worker",
     "length_mask",
     "loader_context",
+    "pack_sequences",
 ]

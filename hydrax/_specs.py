@@ -109,7 +109,7 @@ class Ragged:
         dtype: NumPy dtype that the loader function fills.
         jax_dtype: Dtype in which JAX gets it; None is the same.
         truncate: Whether ``write`` cuts off what is too long. Otherwise that is a
-            :class:`~hydrax.RaggedLengthError`.
+            :class:`~hydrax.errors.RaggedLengthError`.
 
     Example:
         >>> import numpy as np
