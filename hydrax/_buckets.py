@@ -93,9 +93,7 @@ def bucket_by_length(
     edges = [check_int("a boundary", edge, minimum=0) for edge in boundaries]
     if not edges or any(low >= high for low, high in itertools.pairwise(edges)):
         raise ValueError(f"boundaries is {list(boundaries)}; expected ascending lengths")
-    sizes: list[Any] = (
-        [batch_sizes] * len(edges) if np.ndim(batch_sizes) == 0 else list(batch_sizes)
-    )
+    sizes = batch_sizes if isinstance(batch_sizes, Sequence) else [batch_sizes] * len(edges)
     if len(sizes) != len(edges):
         raise ValueError(f"batch_sizes has {len(sizes)} numbers for {len(edges)} boundaries")
     if not callable(loader_arrays):
