@@ -8,11 +8,13 @@ Importing this package does not import JAX, so that loader processes stay free o
 """
 
 from hydrax._batch import Batch, TrainingBatch, ValidationBatch
+from hydrax._buckets import PackPlan, bucket_by_length, pack_sequences
 from hydrax._context import LoaderContext, is_worker, loader_context
 from hydrax._datagroup import DataGroup
 from hydrax._dataloader import Dataloader
+from hydrax._ragged import length_mask
 from hydrax._references import debug_batch_references
-from hydrax._specs import ArrayLayout
+from hydrax._specs import ArrayLayout, Ragged
 from hydrax._stats import LoaderStats, WorkerStats
 from hydrax._version import __version__
 from hydrax.errors import (
@@ -25,6 +27,7 @@ from hydrax.errors import (
     ImageError,
     JaxInWorkerError,
     LoaderError,
+    RaggedLengthError,
     StateError,
     UnwrittenArrayError,
     ValueRangeError,
@@ -48,6 +51,9 @@ __all__ = [
     "LoaderContext",
     "LoaderError",
     "LoaderStats",
+    "PackPlan",
+    "Ragged",
+    "RaggedLengthError",
     "StateError",
     "TrainingBatch",
     "UnwrittenArrayError",
@@ -57,7 +63,10 @@ __all__ = [
     "WorkerStartError",
     "WorkerStats",
     "__version__",
+    "bucket_by_length",
     "debug_batch_references",
     "is_worker",
+    "length_mask",
     "loader_context",
+    "pack_sequences",
 ]

@@ -83,7 +83,7 @@ def _outside(source: np.ndarray[Any, Any], low: int, high: int) -> np.ndarray[An
 
 def _as_numbers(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The same values in a dtype that all of NumPy's functions know."""
-    return values if values.dtype.isbuiltin == 1 else values.astype(np.float64)
+    return values.astype(np.float64) if values.dtype.isbuiltin == 2 else values
 
 
 def _changed_kind(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Literal, TypeVar, overload
 
 from hydrax._arguments import check_int
-from hydrax._specs import ArrayLayout, ArraySpec, lay_out, parse_specs
+from hydrax._specs import ArrayLayout, ArraySpec, Ragged, lay_out, parse_specs
 
 __all__ = ["DataGroup", "check_groups", "check_validation"]
 
@@ -54,6 +54,7 @@ class DataGroup(Sequence[D], Generic[D]):
             without the batch dimension; ``()`` is a scalar per item. The loader function fills
             arrays of ``numpy_dtype``; JAX gets them as ``jax_dtype``. Where the two differ the
             values are converted in the loader process, and one that does not fit is an error.
+            A :class:`~hydrax.Ragged` in the place of the three is for items of unequal length.
         cache_arrays: Arrays of the disk cache, which is not available yet.
         cache_location: Folder of the disk cache, which is not available yet.
         cache_readonly: Never write to the disk cache.
@@ -85,7 +86,7 @@ class DataGroup(Sequence[D], Generic[D]):
         batch_size: int,
         data: Iterable[D],
         *,
-        loader_arrays: Mapping[str, tuple[Any, Any, Any]] | None = None,
+        loader_arrays: Mapping[str, tuple[Any, Any, Any] | Ragged] | None = None,
         cache_arrays: Mapping[str, tuple[Any, Any, Any]] | None = None,
         cache_location: str | os.PathLike[str] | None = None,
         cache_readonly: bool = False,

@@ -22,6 +22,7 @@ from hydrax._debug import SlotWatch
 from hydrax._interrupt import InterruptHandler
 from hydrax._item_loader import ItemLoader, LoadGroup, LoadJob
 from hydrax._memory import available_nbytes, format_nbytes
+from hydrax._mixing import EpochEnd, check_epoch_end, check_weights
 from hydrax._records import (
     BatchFailure,
     BatchRecords,
@@ -103,6 +104,14 @@ class Dataloader(Generic[D]):
             very beginning, not from start_at. None goes on until the block is left.
         interleave_groups: Mix the training groups within an epoch, taking next the one of which
             the smallest share has been used; otherwise one group comes after the other.
+        weights: Shares of the batches that the training groups get, one number each, in whatever
+            unit. At any moment each group has had its share of all batches, to less than one batch.
+            A group that has been gone through starts over, in its next order and with its next
+            seeds.
+        epoch_end: With weights, when an epoch ends: ``"all_exhausted"`` (the default), once the
+            last group has been gone through; ``"first_exhausted"``, once the first has; or after
+            so many batches. All epochs are as long as the first; the groups go on where they
+            were.
         deterministic: Whether batches come in the planned order. Otherwise a later batch that is
             ready may come before an earlier one that is not.
         timeout_sec: Seconds after which waiting for a batch ends in :class:`BatchTimeoutError`; 0
@@ -166,6 +175,8 @@ class Dataloader(Generic[D]):
         start_at: tuple[int, int] = (0, 0),
         end_at: tuple[str, int] | None = None,
         interleave_groups: bool = True,
+        weights: Iterable[float] | None = None,
+        epoch_end: EpochEnd | int | None = None,
         deterministic: bool = True,
         timeout_sec: float = 60,
         startup_func: Callable[[], None] | None = None,
@@ -209,6 +220,10 @@ class Dataloader(Generic[D]):
         self._start_method: StartMethod = start_method
         self._training = check_groups("training", training)
         mode, interval, self._validation = check_validation(validation)
+        if weights is None and epoch_end is not None:
+            raise ValueError("epoch_end is for groups that are mixed by weight; give weights")
+        if weights is not None and not interleave_groups:
+            raise ValueError("weights mix the groups; leave out interleave_groups=False")
         self._schedule = Schedule(
             [_group_order(group, index) for index, group in enumerate(self._training)],
             Validation(
@@ -221,6 +236,8 @@ class Dataloader(Generic[D]):
             start_at=check_start(start_at),
             end_at=check_end(end_at),
             interleave_groups=bool(interleave_groups),
+            weights=None if weights is None else check_weights(weights, len(self._training)),
+            epoch_end=check_epoch_end(epoch_end),
         )
         if (
             self._schedule.last_batch is not None
@@ -310,6 +327,7 @@ class Dataloader(Generic[D]):
                     for spec in group.specs
                     if spec.dtype != layouts[spec.name].dtype
                 },
+                {spec.name: spec.truncate for spec in group.specs if spec.ragged},
                 is_validation=index >= len(self._training),
             )
             for index, (group, layouts) in enumerate(zip(self._groups, self._layouts, strict=True))

@@ -20,10 +20,11 @@ from hydrax import _context, _core
 from hydrax._convert import convert
 from hydrax._debug import CheckedLoader, Checksums, checksums_of
 from hydrax._failures import EXITS, LoadFailure, RunReport, describe_failure
+from hydrax._ragged import with_lengths
 from hydrax._random import ItemRandom
 from hydrax._shared_items import readable
 from hydrax._specs import ArrayLayout
-from hydrax.errors import ValueRangeError
+from hydrax.errors import RaggedLengthError, ValueRangeError
 
 __all__ = ["ItemLoader", "LoadGroup", "LoadJob"]
 
@@ -45,23 +46,19 @@ class LoadGroup:
         layouts: What lies in a slot.
         loaded_dtypes: Array name to the dtype that the loader fills, for the arrays where it is
             not the slot's.
+        ragged: Name of each ragged array to whether items that are too long are cut off.
         is_validation: Whether loaders get None as seed.
     """
 
     data: Sequence[Any]
     layouts: Mapping[str, ArrayLayout]
     loaded_dtypes: Mapping[str, np.dtype[Any]]
+    ragged: Mapping[str, bool]
     is_validation: bool
 
-    def __getstate__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         # A mappingproxy cannot be pickled.
-        return self.data, dict(self.layouts), dict(self.loaded_dtypes), self.is_validation
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        for name, value in zip(
-            ("data", "layouts", "loaded_dtypes", "is_validation"), state, strict=True
-        ):
-            object.__setattr__(self, name, value)
+        return {**self.__dict__, "layouts": dict(self.layouts)}
 
 
 @dataclass(frozen=True)
@@ -274,6 +271,8 @@ class ItemLoader:
         item = first
         has_results = False
         try:
+            if group.ragged:
+                loader = with_lengths(loader, group.ragged, is_batched=False)
             if self._job.is_debug:
                 loader = self._checked(first)
             for index, view, seed, item_seed in zip(indices, views, given, seeds, strict=True):
@@ -372,6 +371,8 @@ class ItemLoader:
             if run.begin(first, seeds[0]):
                 self._random.forget()
             loader = self._job.loader_func
+            if group.ragged:
+                loader = with_lengths(loader, group.ragged, is_batched=True)
             if self._job.is_debug:
                 loader = CheckedLoader(loader, self._random.forget)
             descriptors = _descriptors(run, self._data[run.group], start, count)
@@ -379,6 +380,8 @@ class ItemLoader:
                 descriptors, MappingProxyType(parts), None if group.is_validation else seeds
             )
             results = _checked_batch_result(result, count)
+        except RaggedLengthError as error:
+            raise _ItemError(first + error.item, "loading") from error
         except BaseException as error:
             raise _ItemError(first, "loading") from error
         if group.loaded_dtypes:

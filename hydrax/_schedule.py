@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hydrax import _core
+from hydrax._mixing import EpochEnd, Mixture
 
 __all__ = ["GroupOrder", "PlannedBatch", "Position", "Schedule", "Validation"]
 
@@ -65,6 +66,8 @@ class PlannedBatch(NamedTuple):
 @dataclass(frozen=True)
 class GroupOrder:
     """Order and seeds of one training group, for every epoch.
+
+    Where groups are mixed by weight, a pass over the group takes the place of the epoch.
 
     Attributes:
         item_count: Items of the group.
@@ -145,6 +148,10 @@ class Schedule:
         end_at: Training batches after which it ends, or None.
         interleave_groups: Mix the groups within an epoch, always taking the group of which the
             smallest share has been used so far (the first of these); otherwise one after the other.
+        weights: Mix the groups in these proportions instead: one whole number each, or None. The
+            groups then go on from epoch to epoch, and each starts anew when it has been gone
+            through.
+        epoch_end: With weights, when an epoch ends; all epochs have as many batches as the first.
     """
 
     def __init__(
@@ -155,11 +162,15 @@ class Schedule:
         start_at: tuple[int, int],
         end_at: tuple[str, int] | None,
         interleave_groups: bool,
+        weights: Sequence[int] | None = None,
+        epoch_end: EpochEnd | int = "all_exhausted",
     ) -> None:
         self._training = tuple(training)
         self._validation = validation
         self._interleave_groups = interleave_groups
-        self.batches_per_epoch = sum(group.batch_count for group in training)
+        self._mixture = None if weights is None else Mixture(weights)
+        self._epoch_end = epoch_end
+        self.batches_per_epoch = self._epoch_length()
         self.batches_per_validation = (
             sum(group.batch_count for group in validation.groups) if validation else 0
         )
@@ -170,14 +181,26 @@ class Schedule:
             mode, count = end_at
             self.last_batch = count * (self.batches_per_epoch if mode == "epoch" else 1)
 
+    def _epoch_length(self) -> int:
+        counts = [group.batch_count for group in self._training]
+        if self._mixture is None:
+            return sum(counts)
+        if isinstance(self._epoch_end, int):
+            return self._epoch_end
+        return self._mixture.epoch_length(counts, self._epoch_end)
+
     def facts(self) -> dict[str, Any]:
         """What decides the order of the groups, as JSON values under names for messages."""
         validation = self._validation
-        return {
+        facts: dict[str, Any] = {
             "interleave_groups": self._interleave_groups,
             "validation mode": validation.mode if validation else None,
             "validation interval": validation.interval if validation else None,
         }
+        if self._mixture is not None:
+            facts["weights"] = list(self._mixture.weights)
+            facts["epoch_end"] = self._epoch_end
+        return facts
 
     def __iter__(self) -> Iterator[PlannedBatch]:
         return self.batches(self.start)
@@ -186,25 +209,30 @@ class Schedule:
         """All batches from a position on, in order of delivery."""
         serial = 0
         batch_num = start.training
-        epoch, epoch_batch = divmod(batch_num, self.batches_per_epoch)
         run = self._validation_run_after(batch_num)
         if run is not None and start.validation is not None:
             yield from self._validation_batches(serial, run, batch_num, start.validation)
             serial += self.batches_per_validation - start.validation
+        for group_index, group_pass, position in self._groups_from(batch_num):
+            if self.last_batch is not None and batch_num >= self.last_batch:
+                return
+            yield self._training_batch(serial, batch_num, group_index, group_pass, position)
+            serial += 1
+            batch_num += 1
+            run = self._validation_run_after(batch_num)
+            if run is not None:
+                yield from self._validation_batches(serial, run, batch_num, 0)
+                serial += self.batches_per_validation
+
+    def _groups_from(self, batch_num: int) -> Iterator[tuple[int, int, int]]:
+        """(group index, number of the pass over the group, position in it), without end."""
+        if self._mixture is not None:
+            for group_index, used in self._mixture.picks(batch_num):
+                yield group_index, *divmod(used, self._training[group_index].batch_count)
+        epoch, epoch_batch = divmod(batch_num, self.batches_per_epoch)
         while True:
             for group_index, position in self._epoch_groups(epoch_batch):
-                if self.last_batch is not None and batch_num >= self.last_batch:
-                    return
-                yield self._training_batch(
-                    serial, epoch, epoch_batch, batch_num, group_index, position
-                )
-                serial += 1
-                batch_num += 1
-                epoch_batch += 1
-                run = self._validation_run_after(batch_num)
-                if run is not None:
-                    yield from self._validation_batches(serial, run, batch_num, 0)
-                    serial += self.batches_per_validation
+                yield group_index, epoch, position
             epoch += 1
             epoch_batch = 0
 
@@ -237,15 +265,15 @@ class Schedule:
     def _training_batch(
         self,
         serial: int,
-        epoch: int,
-        epoch_batch: int,
         batch_num: int,
         group_index: int,
+        group_pass: int,
         position: int,
     ) -> PlannedBatch:
+        epoch, epoch_batch = divmod(batch_num, self.batches_per_epoch)
         group = self._training[group_index]
-        batch = group.batch_at(epoch, position)
-        order_key, order_count = group.order_of(epoch)
+        batch = group.batch_at(group_pass, position)
+        order_key, order_count = group.order_of(group_pass)
         item_count, valid_count = group.sizes_of(batch)
         plan = _core.Plan(
             serial=serial,
@@ -254,7 +282,7 @@ class Schedule:
             order_key=order_key,
             order_count=order_count,
             seed_key=group.seed_key(),
-            seed_start=group.seed_start(epoch),
+            seed_start=group.seed_start(group_pass),
             group=group_index,
             item_count=item_count,
             valid_count=valid_count,
@@ -268,7 +296,7 @@ class Schedule:
             epoch,
             epoch_batch,
             batch_num,
-            group.batch_seed(epoch, batch),
+            group.batch_seed(group_pass, batch),
             item_count,
             valid_count,
             self._position_after(batch_num + 1, 0),

@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-__all__ = ["ALIGNMENT", "ArrayLayout", "ArraySpec", "lay_out", "parse_specs", "placed_specs"]
+__all__ = [
+    "ALIGNMENT",
+    "ArrayLayout",
+    "ArraySpec",
+    "Ragged",
+    "lay_out",
+    "length_name",
+    "parse_specs",
+    "placed_specs",
+]
 
 ALIGNMENT = 64
 """Start of each array in bytes: XLA aliases host memory only at multiples of 64."""
@@ -86,6 +95,49 @@ class ArrayLayout(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Ragged:
+    """Spec of an array of which each item has its own length, in the place of the usual three.
+
+    Batches get the array at its full length, with zeros behind each item's values, and beside it
+    ``<name>_length``, an int32 array of shape ``(batch,)``. The loader function writes with
+    ``arrays[name].write(values)``; or fills the beginning of ``arrays[name]`` itself and sets
+    ``arrays["<name>_length"][...]``. Where loader functions are batched, ``write`` takes a
+    sequence with the values of each item. An item that says no length is an error.
+
+    Args:
+        max_shape: Shape of the longest item, whose first dimension is the one that varies.
+        dtype: NumPy dtype that the loader function fills.
+        jax_dtype: Dtype in which JAX gets it; None is the same.
+        truncate: Whether ``write`` cuts off what is too long. Otherwise that is a
+            :class:`~hydrax.errors.RaggedLengthError`.
+
+    Example:
+        >>> import numpy as np
+        >>> from hydrax import DataGroup, Dataloader
+        >>> def load(word, arrays, seed):
+        ...     arrays["letters"].write(np.frombuffer(word, np.uint8))
+        >>> spec = {"letters": Ragged((4,), np.uint8)}
+        >>> group = DataGroup(2, [b"to", b"be", b"or", b"not"], loader_arrays=spec)
+        >>> with Dataloader(load, group, start_at=(0, 1), end_at=("epoch", 1)) as dataloader:
+        ...     batch = next(dataloader).copy()
+        >>> batch.arrays["letters"].tolist()
+        [[111, 114, 0, 0], [110, 111, 116, 0]]
+        >>> batch.arrays["letters_length"].tolist()
+        [2, 3]
+    """
+
+    max_shape: tuple[int, ...]
+    dtype: Any
+    jax_dtype: Any = None
+    truncate: bool = False
+
+
+def length_name(name: str) -> str:
+    """Name of the array with the lengths of a ragged one."""
+    return f"{name}_length"
+
+
+@dataclass(frozen=True)
 class ArraySpec:
     """One named array of an item.
 
@@ -94,12 +146,17 @@ class ArraySpec:
         shape: Without the batch dimension; ``()`` is a scalar per item.
         dtype: NumPy dtype that the loader fills.
         jax_dtype: Dtype in which JAX gets it.
+        ragged: Whether the first dimension is that of the longest item; the length of each is in
+            the array that follows.
+        truncate: Whether a ragged item that is too long is cut off.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     jax_dtype: np.dtype[Any]
+    ragged: bool = False
+    truncate: bool = False
 
 
 def dlpack_code(dtype: np.dtype[Any]) -> int | None:
@@ -146,6 +203,8 @@ def _parse_shape(argument: str, value: Any) -> tuple[int, ...]:
 def parse_specs(argument: str, specs: Any) -> tuple[ArraySpec, ...]:
     """Check array specs as a user gives them, ``{name: (shape, numpy_dtype, jax_dtype)}``.
 
+    In the place of the three there may be a :class:`Ragged`, which makes two arrays.
+
     Args:
         argument: Name of the argument, for messages.
         specs: What the user gave.
@@ -169,8 +228,15 @@ def parse_specs(argument: str, specs: Any) -> tuple[ArraySpec, ...]:
         if not isinstance(name, str):
             raise TypeError(f"{argument} has the array name {name!r}; expected a string")
         where = f"{argument}[{name!r}]"
+        ragged = truncate = False
+        if isinstance(spec, Ragged):
+            ragged, truncate = True, bool(spec.truncate)
+            jax_dtype = spec.dtype if spec.jax_dtype is None else spec.jax_dtype
+            spec = (spec.max_shape, spec.dtype, jax_dtype)
         if not isinstance(spec, (tuple, list)) or len(spec) != 3:
-            raise TypeError(f"{where} is {spec!r}; expected (shape, numpy_dtype, jax_dtype)")
+            raise TypeError(
+                f"{where} is {spec!r}; expected (shape, numpy_dtype, jax_dtype) or a Ragged"
+            )
         shape = _parse_shape(f"the shape of {where}", spec[0])
         dtype = _parse_dtype(f"the numpy_dtype of {where}", spec[1])
         jax_dtype = _parse_dtype(f"the jax_dtype of {where}", spec[2])
@@ -179,7 +245,17 @@ def parse_specs(argument: str, specs: Any) -> tuple[ArraySpec, ...]:
                 f"{where} would convert {dtype} to {jax_dtype} and lose the imaginary part; "
                 "use a complex jax_dtype, or two arrays"
             )
-        parsed.append(ArraySpec(name, shape, dtype, jax_dtype))
+        parsed.append(ArraySpec(name, shape, dtype, jax_dtype, ragged, truncate))
+        if ragged:
+            if not shape:
+                raise ValueError(f"{where} has the max_shape (); a scalar has no length to vary")
+            if length_name(name) in specs:
+                raise ValueError(
+                    f"{argument}[{length_name(name)!r}] is the name for the lengths of the ragged "
+                    f"array {name!r}; choose another one"
+                )
+            int32 = np.dtype(np.int32)
+            parsed.append(ArraySpec(length_name(name), (), int32, int32))
     return tuple(parsed)
 
 

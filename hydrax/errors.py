@@ -18,6 +18,7 @@ __all__ = [
     "ImageError",
     "JaxInWorkerError",
     "LoaderError",
+    "RaggedLengthError",
     "StateError",
     "UnwrittenArrayError",
     "ValueRangeError",
@@ -160,6 +161,18 @@ class ValueRangeError(HydraxError, ValueError):
     """
 
     def __init__(self, message: str, *, item: int | None = None) -> None:
+        super().__init__(message)
+        self.item = item
+
+
+class RaggedLengthError(HydraxError, ValueError):
+    """The length of an item does not fit its array, or was not set; see :class:`~hydrax.Ragged`.
+
+    Attributes:
+        item: Which item of a batched loader function's call, counted from 0.
+    """
+
+    def __init__(self, message: str, *, item: int = 0) -> None:
         super().__init__(message)
         self.item = item
 

@@ -77,3 +77,13 @@ def test_a_wide_value_hints_at_64_bit_types():
 
 def test_no_items_convert_to_none():
     assert converted(np.zeros((0, 3)), np.int64, np.int32).shape == (0, 3)
+
+
+def test_a_dtype_that_was_made_native_keeps_large_integers_exact():
+    native = np.dtype(np.int64).newbyteorder("=")  # equal to int64, but another object
+    source = np.array([2**53 + 1], native)
+    target = np.empty(1, np.uint64)
+    convert("x", source, target)
+    assert target[0] == 2**53 + 1
+    with pytest.raises(ValueError, match=f"{2**53 + 1} does not fit int32"):
+        convert("x", source, np.empty(1, np.int32))
