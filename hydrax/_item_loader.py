@@ -185,9 +185,9 @@ class ItemLoader:
             self._checksums.pop(item, None)
         return pickle.dumps(RunReport(packed, skipped, self._checksums), protocol=5)
 
-    def _checked(self, first: int) -> Callable[..., Any]:
+    def _checked(self, loader_func: Callable[..., Any], first: int) -> Callable[..., Any]:
         """The loader function for single items from `first` on, as debug mode calls it."""
-        loader = CheckedLoader(self._job.loader_func, self._random.forget)
+        loader = CheckedLoader(loader_func, self._random.forget)
         items = itertools.count(first)
 
         def load_and_sum(descriptor: Any, arrays: Arrays, seed: int | None) -> Any:
@@ -274,7 +274,7 @@ class ItemLoader:
             if group.ragged:
                 loader = with_lengths(loader, group.ragged, is_batched=False)
             if self._job.is_debug:
-                loader = self._checked(first)
+                loader = self._checked(loader, first)
             for index, view, seed, item_seed in zip(indices, views, given, seeds, strict=True):
                 if begin(item, item_seed):
                     forget()

@@ -86,6 +86,8 @@ validations = st.none() | st.tuples(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+@pytest.mark.slow
+@pytest.mark.timeout(240)
 @given(
     training=st.lists(groups, min_size=1, max_size=3),
     validation=validations,
