@@ -34,6 +34,7 @@ BENCHMARKS = (
     "large_items",
     "tokens",
     "rows",
+    "jpeg_folder",
     "ready_batch",
     "start_stop",
     "huge_range",

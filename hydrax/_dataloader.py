@@ -114,8 +114,8 @@ class Dataloader(Generic[D]):
             were.
         deterministic: Whether batches come in the planned order. Otherwise a later batch that is
             ready may come before an earlier one that is not.
-        timeout_sec: Seconds after which waiting for a batch ends in :class:`BatchTimeoutError`; 0
-            or less waits for ever.
+        timeout_sec: Seconds after which waiting for a batch ends in :class:`BatchTimeoutError`,
+            or :class:`BatchRetainedError` if batches are kept; 0 or less waits for ever.
         startup_func: Called once in each loader process before it loads.
         placement_func: Called as ``placement_func(arrays, layouts, additional, group)`` with the
             loaded NumPy arrays, which lie in shared memory; returns the jax.Arrays of the batch

@@ -74,12 +74,20 @@ def offer_stacks(fd: int) -> None:
     blocked, it must not be sent before; a handler that this finds installed stays.
     """
     faulthandler.enable(fd)
+    os.register_at_fork(after_in_child=_tell_stderr)  # the file is not for what the loader forks
     for signum in range(signal.SIGRTMAX, signal.SIGRTMIN - 1, -1):
         if signal.getsignal(signum) == signal.SIG_DFL:
             # System calls that it interrupts are restarted, where the kernel can do so.
             faulthandler.register(signum, fd, all_threads=True, chain=False)
             os.write(fd, b"offer %d %d\n" % (signum, fd))
             return
+
+
+def _tell_stderr() -> None:
+    """Have a crash of this process written to stderr, as usual."""
+    faulthandler.disable()
+    with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):  # no file
+        faulthandler.enable()
 
 
 class StackFiles:

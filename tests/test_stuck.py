@@ -351,6 +351,27 @@ def crash_at_five(number, arrays, seed):
         ctypes.string_at(0)  # no such memory
 
 
+def test_a_crash_of_what_a_loader_forks_is_not_that_of_the_loader(capfd):
+    def load(number, arrays, seed):
+        arrays["x"][:] = number
+        if number == 5:
+            pid = os.fork()
+            if pid == 0:
+                ctypes.string_at(0)
+            _, status = os.waitpid(pid, 0)
+            assert os.WTERMSIG(status) == signal.SIGSEGV
+            wait_for_ever()
+
+    with Dataloader(load, numbers(), timeout_sec=0.7) as dataloader:
+        with pytest.raises(BatchTimeoutError, match="in wait_for_ever"):
+            use_up(dataloader)
+        os.kill(dataloader._pool.pids[0], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match="SIGKILL") as caught:
+            use_up(dataloader)
+    assert "string_at" not in str(caught.value)
+    assert capfd.readouterr().err.count("Fatal Python error: Segmentation fault") == 1
+
+
 def test_a_kill_after_a_stack_was_taken_is_not_taken_for_a_crash(capfd):
     with Dataloader(wait_at_twelve, numbers(), timeout_sec=0.5) as dataloader:
         with pytest.raises(BatchTimeoutError, match="in wait_for_ever"):
@@ -545,10 +566,19 @@ def fill_by_jax(number, arrays, seed):
     arrays["x"][:] = jnp.full(4, number, jnp.float32) + 1
 
 
+def use_the_cpu():
+    jax.config.update("jax_platforms", "cpu")
+
+
 @pytest.mark.slow
 def test_the_remedy_works_jax_in_a_spawned_process():
     with Dataloader(
-        fill_by_jax, numbers(), start_method="spawn", end_at=("epoch", 1), timeout_sec=40
+        fill_by_jax,
+        numbers(),
+        start_method="spawn",
+        startup_func=use_the_cpu,
+        end_at=("epoch", 1),
+        timeout_sec=40,
     ) as dataloader:
         assert [float(b.arrays["x"][0, 0]) for b in dataloader] == [1, 6, 11, 16]
 

@@ -74,33 +74,33 @@ class ReadyLoader:
 
 def check_rows(rows: npt.NDArray[Any], count: int) -> None:
     """Refuse positions of which there is nothing, which NumPy would clip or count from behind."""
-    if len(rows) == 0:
-        return
-    low, high = int(rows.min()), int(rows.max())
-    if low < 0 or high >= count:
-        raise IndexError(f"item {low if low < 0 else high} of {count} items")
+    # Negative ones are huge without their sign, so that one look at all of them will do.
+    if len(rows) and int(rows.astype(np.uint64).max()) >= count:
+        wrong = rows[(rows < 0) | (rows >= count)]
+        raise IndexError(f"item {wrong[0]} of {count} items")
 
 
 class Source:
     """An array that is sent to another process as the name of its file, if it is a memory map."""
 
     def __init__(self, array: npt.NDArray[Any]) -> None:
-        self.array = array
+        # Slices of memory maps themselves are made by code in Python.
+        self.array = np.asarray(array)
 
     def __getstate__(self) -> dict[str, Any]:
         array = self.array
         root: Any = array
-        while isinstance(root.base, np.memmap):
+        while isinstance(root.base, np.ndarray):
             root = root.base
         is_map = isinstance(root, np.memmap) and isinstance(root.base, mmap.mmap)
         if is_map and root.filename is not None and array.flags.c_contiguous:
             offset = root.offset + array.ctypes.data - root.ctypes.data
             return {"map": (os.path.abspath(root.filename), array.dtype, offset, array.shape)}
-        return {"array": np.asarray(array)}
+        return {"array": array}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "map" in state:
             path, dtype, offset, shape = state["map"]
-            self.array = np.memmap(path, dtype, "r", offset, shape)
+            self.array = np.asarray(np.memmap(path, dtype, "r", offset, shape))
         else:
             self.array = state["array"]

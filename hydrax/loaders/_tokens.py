@@ -53,7 +53,7 @@ class TokenLoader(ReadyLoader):
     ) -> None:
         if windows not in ("packed", "random"):
             raise ValueError(f"windows is {windows!r}; expected 'packed' or 'random'")
-        self._source = Source(_check_tokens(tokens))
+        self._tokens = Source(_check_tokens(tokens))
         self._length = check_int("length", length, minimum=1)
         self._is_random = windows == "random"
         # Array name to where its windows begin, relative to those of the tokens.
@@ -66,6 +66,12 @@ class TokenLoader(ReadyLoader):
             )
         spec = ((self._length,), *_dtypes(tokens.dtype, dtype))
         self.loader_arrays = dict.fromkeys(self._shifts, spec)
+        # Packed windows are the rows of a matrix.
+        stop = len(self) * self._length
+        self._packed = {
+            name: Source(tokens[shift : shift + stop].reshape(-1, self._length))
+            for name, shift in self._shifts.items()
+        }
 
     def __len__(self) -> int:
         return self._room // self._length
@@ -83,13 +89,10 @@ class TokenLoader(ReadyLoader):
             for name, shift in self._shifts.items():
                 for target, start in zip(arrays[name], starts, strict=True):
                     first = start + shift
-                    target[:] = self._source.array[first : first + self._length]
+                    target[:] = self._tokens.array[first : first + self._length]
             return
-        stop = len(self) * self._length
-        for name, shift in self._shifts.items():
-            # Packed windows are the rows of a matrix.
-            matrix = self._source.array[shift : shift + stop].reshape(-1, self._length)
-            gather(matrix, indices, arrays[name])
+        for name, windows in self._packed.items():
+            gather(windows.array, indices, arrays[name])
 
 
 class PackedTokenLoader(ReadyLoader):
