@@ -54,6 +54,10 @@ PyDoc_STRVAR(slices_doc, "take_slices(nanoseconds, /)\n--\n\n"
 PyDoc_STRVAR(capsule_doc, "random_capsule(inner, /)\n--\n\n"
                           "A NumPy bit generator capsule that starts anew with each item.\n\n"
                           "``inner`` is the capsule to draw from once the user has seeded.");
+PyDoc_STRVAR(draw_handler_doc, "draw_handler()\n--\n\n"
+                               "Capsule of the XLA FFI handler that draws mini-batches.");
+PyDoc_STRVAR(watch_doc, "watch_interrupts()\n--\n\n"
+                        "Let SIGINT end programs that draw, before Python handles it.");
 PyDoc_STRVAR(choose_inner_doc,
              "random_choose_inner()\n--\n\n"
              "Draw from the inner generator until the next item begins.\n\n"
@@ -67,6 +71,8 @@ static PyMethodDef core_functions[] = {
     {"mix", (PyCFunction)(void (*)(void))core_mix, METH_FASTCALL, mix_doc},
     {"start_guard", core_start_guard, METH_O, guard_doc},
     {"take_slices", core_take_slices, METH_O, slices_doc},
+    {"draw_handler", core_draw_handler, METH_NOARGS, draw_handler_doc},
+    {"watch_interrupts", core_watch_interrupts, METH_NOARGS, watch_doc},
     {"random_capsule", core_random_capsule, METH_O, capsule_doc},
     {"random_choose_inner", core_random_choose_inner, METH_NOARGS, choose_inner_doc},
     {"random_restart", core_random_restart, METH_NOARGS, restart_doc},
@@ -100,7 +106,8 @@ static int core_exec(PyObject *module)
         add_type(module, &state->run_type, core_make_run_type(module)) < 0 ||
         add_type(module, &state->tensor_type, core_make_tensor_type(module)) < 0 ||
         add_type(module, &state->lease_type, core_make_lease_type(module)) < 0 ||
-        add_type(module, &state->arena_type, core_make_arena_type(module)) < 0)
+        add_type(module, &state->arena_type, core_make_arena_type(module)) < 0 ||
+        add_type(module, &state->draws_type, core_make_draws_type(module)) < 0)
         return -1;
     if (PyModule_AddIntConstant(module, "TIMED_OUT", -1) < 0 ||
         PyModule_AddIntConstant(module, "INTERRUPTED", -2) < 0 ||
@@ -119,6 +126,7 @@ static int core_traverse(PyObject *module, visitproc visit, void *arg)
 {
     struct core_state *state = PyModule_GetState(module);
     Py_VISIT(state->arena_type);
+    Py_VISIT(state->draws_type);
     Py_VISIT(state->lease_type);
     Py_VISIT(state->plan_type);
     Py_VISIT(state->run_type);
@@ -130,6 +138,7 @@ static int core_clear(PyObject *module)
 {
     struct core_state *state = PyModule_GetState(module);
     Py_CLEAR(state->arena_type);
+    Py_CLEAR(state->draws_type);
     Py_CLEAR(state->lease_type);
     Py_CLEAR(state->plan_type);
     Py_CLEAR(state->run_type);
