@@ -281,6 +281,15 @@ const struct hx_draw_array *hx_draw_arrays(const struct hx_draw *engine)
     return engine->arrays;
 }
 
+uint64_t hx_draw_generation(struct hx_draw *engine)
+{
+    uint64_t generation;
+    pthread_mutex_lock(&engine->mutex);
+    generation = engine->generation;
+    pthread_mutex_unlock(&engine->mutex);
+    return generation;
+}
+
 uint64_t hx_draw_blocks_requested(struct hx_draw *engine)
 {
     uint64_t count;

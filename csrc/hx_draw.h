@@ -119,6 +119,9 @@ char *hx_draw_describe_report(struct hx_draw *engine, const struct hx_draw_repor
 
 void hx_draw_report_clear(struct hx_draw_report *report);
 
+/* Grows with each hx_draw_attach(). */
+uint64_t hx_draw_generation(struct hx_draw *engine);
+
 /* Blocks asked for so far: what tests of prefetching look at. */
 uint64_t hx_draw_blocks_requested(struct hx_draw *engine);
 

@@ -179,6 +179,23 @@ static PyObject *draws_abandon(PyObject *object, PyObject *unused)
     return Py_NewRef(Py_None);
 }
 
+static PyObject *draws_prepare(PyObject *object, PyObject *args)
+{
+    struct hx_draw_key key;
+    unsigned long long draw;
+    const char *words;
+    Py_ssize_t length;
+    if (!PyArg_ParseTuple(args, "y#K", &words, &length, &draw))
+        return NULL;
+    if (length != sizeof key.words) {
+        PyErr_SetString(PyExc_ValueError, "prepare takes a key and a draw");
+        return NULL;
+    }
+    memcpy(key.words, words, sizeof key.words);
+    hx_draw_prepare(engine_of(object), &key, draw);
+    return Py_NewRef(Py_None);
+}
+
 static void release_views(Py_buffer *views, Py_ssize_t count)
 {
     for (Py_ssize_t i = 0; i < count; i++)
@@ -257,7 +274,14 @@ static PyObject *draws_get_blocks_requested(PyObject *object, void *closure)
     return PyLong_FromUnsignedLongLong(hx_draw_blocks_requested(engine_of(object)));
 }
 
+static PyObject *draws_get_generation(PyObject *object, void *closure)
+{
+    (void)closure;
+    return PyLong_FromUnsignedLongLong(hx_draw_generation(engine_of(object)));
+}
+
 static PyGetSetDef draws_getset[] = {
+    {"generation", draws_get_generation, NULL, "Grows with each attach().", NULL},
     {"id", draws_get_id, NULL, "Number by which the XLA handler finds it.", NULL},
     {"blocks_requested", draws_get_blocks_requested, NULL, "Blocks asked for so far.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
@@ -269,6 +293,8 @@ static PyMethodDef draws_methods[] = {
     {"close", draws_close, METH_NOARGS, "close()\n--\n\nEnd all draws, for good."},
     {"abandon", draws_abandon, METH_NOARGS,
      "abandon()\n--\n\nIn a fork of the owner: refuse draws, touch nothing."},
+    {"prepare", draws_prepare, METH_VARARGS,
+     "prepare(key, draw, /)\n--\n\nAsk for the block of a draw without waiting for it."},
     {"copy", draws_copy, METH_VARARGS,
      "copy(key, draw, targets, /)\n--\n\n"
      "Copy a draw into writable buffers; RuntimeError with the text of describe() if it fails."},

@@ -1,6 +1,7 @@
 /* Module hydrax._core: initialisation, state, functions. */
 #include "py_common.h"
 
+#include "hx_draw.h"
 #include "hx_permute.h"
 
 PyDoc_STRVAR(permute_doc, "permute(key, count, position, /)\n--\n\n"
@@ -113,6 +114,12 @@ static int core_exec(PyObject *module)
         PyModule_AddIntConstant(module, "INTERRUPTED", -2) < 0 ||
         PyModule_AddIntConstant(module, "CLOSED", -3) < 0 ||
         PyModule_AddIntConstant(module, "SLOT_LEASED", HX_SLOT_LEASED) < 0 ||
+        PyModule_AddIntConstant(module, "DRAW_FAILED", HX_DRAW_FAILED) < 0 ||
+        PyModule_AddIntConstant(module, "DRAW_TIMED_OUT", HX_DRAW_TIMED_OUT) < 0 ||
+        PyModule_AddIntConstant(module, "DRAW_WORKER_ENDED", HX_DRAW_WORKER_ENDED) < 0 ||
+        PyModule_AddIntConstant(module, "DRAW_RELEASED", HX_DRAW_RELEASED) < 0 ||
+        PyModule_AddIntConstant(module, "DRAW_INTERRUPTED", HX_DRAW_INTERRUPTED) < 0 ||
+        PyModule_AddIntConstant(module, "DRAW_MISFIT", HX_DRAW_MISFIT) < 0 ||
         PyModule_AddIntConstant(module, "TRAINING", HX_PLAN_TRAINING) < 0 ||
         PyModule_AddIntConstant(module, "VALIDATION", HX_PLAN_VALIDATION) < 0 ||
         PyModule_AddIntConstant(module, "RECORD_ADDITIONAL", HX_RECORD_ADDITIONAL) < 0 ||

@@ -73,6 +73,10 @@ class LoadJob:
     is_debug: bool
     nice: int
 
+    def make_loader(self, arena: _core.Arena) -> ItemLoader:
+        """What loads the items in a loader process."""
+        return ItemLoader(arena, self)
+
 
 class _ItemError(Exception):
     """Carries which item of a run failed, with the exception as its cause."""

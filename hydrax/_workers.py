@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 from hydrax import _core, _spawned
-from hydrax._item_loader import LoadJob
-from hydrax._worker_main import leave, leave_group, run_worker, signals_held
+from hydrax._worker_main import Job, leave, leave_group, run_worker, signals_held
 from hydrax.errors import WorkerDiedError
 
 __all__ = ["StartMethod", "WorkerPool"]
@@ -59,7 +58,7 @@ class WorkerPool:
         arena: _core.Arena,
         count: int,
         start_method: StartMethod,
-        job: LoadJob,
+        job: Job,
         packed_job: bytes | None,
         timeout_s: float | None,
     ) -> None:
