@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["IN_EPOCHS", "ORDERED", "SHUFFLE", "Chain", "Selection", "random_chain"]
+__all__ = ["IN_EPOCHS", "ORDERED", "SHUFFLE", "Chain", "Selection", "Selections", "random_chain"]
 
 SHUFFLE = 1
 IN_EPOCHS = 2
@@ -29,6 +29,7 @@ _UNITS_KEPT = (
     3  # the one in use, the one before for draws made anew, the one after for reading ahead
 )
 _CHECKPOINT_LIMIT = 512
+_SELECTIONS_KEPT = 16
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,38 @@ class Selection:
         else:
             unit[:] = generator.integers(0, count, self._unit_length)
         return unit
+
+
+class Selections:
+    """The selections of the chains that were asked for last.
+
+    Args:
+        observation_count: Observations of the data set.
+        mb_size: Observations per draw.
+
+    Raises:
+        ValueError: A size is out of range; the message names both.
+
+    Example:
+        >>> selections = Selections(observation_count=3, mb_size=2)
+        >>> selections[ORDERED].indices(1)
+        (array([2, 0]), array([ True, False]))
+    """
+
+    def __init__(self, observation_count: int, mb_size: int) -> None:
+        self._sizes = observation_count, mb_size
+        self._kept: OrderedDict[Chain, Selection] = OrderedDict()
+        self[ORDERED]  # checks the sizes
+
+    def __getitem__(self, chain: Chain) -> Selection:
+        selection = self._kept.get(chain)
+        if selection is None:
+            selection = self._kept[chain] = Selection(chain, *self._sizes)
+            if len(self._kept) > _SELECTIONS_KEPT:
+                self._kept.popitem(last=False)
+        else:
+            self._kept.move_to_end(chain)
+        return selection
 
 
 class _BitState(NamedTuple):
