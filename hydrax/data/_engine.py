@@ -27,6 +27,7 @@ from hydrax._specs import ArraySpec, lay_out
 from hydrax._workers import WorkerPool
 from hydrax.data._draw_loader import MASK, DrawJob
 from hydrax.data._draws import Chain
+from hydrax.data._feeder import Feeder
 from hydrax.data._source import KEY_WORDS, DrawSource, chain_from_numbers, chain_words
 
 __all__ = ["DrawEngine", "ErrorBox"]
@@ -92,6 +93,8 @@ class DrawEngine:
         self._source = source
         self._boxes = boxes
         self._timeout_s = timeout_s
+        if source.runs_in_main:
+            worker_count = 1
         self._worker_count = worker_count or max(1, min(source.worker_count, os.cpu_count() or 1))
         rows = block_draws * mb_size
         specs = [
@@ -158,7 +161,7 @@ class DrawEngine:
         )
         self._lock = threading.RLock()  # guards the arena and the processes
         self._arena: _core.Arena | None = None
-        self._pools: list[WorkerPool] = []  # at most one
+        self._pools: list[WorkerPool | Feeder] = []  # at most one
         self._generation = 0
         self._is_closed = False
         _live.add(self)
@@ -172,7 +175,7 @@ class DrawEngine:
             raise
 
     @staticmethod
-    def _forgotten(draws: _core.Draws, pools: list[WorkerPool], source: DrawSource) -> None:
+    def _forgotten(draws: _core.Draws, pools: list[WorkerPool | Feeder], source: DrawSource) -> None:
         """End what an engine that was not closed has left behind."""
         draws.close()
         while pools:
@@ -238,7 +241,11 @@ class DrawEngine:
             arena = _core.Arena(**self._arena_config)
         except MemoryError as error:
             raise ArenaMemoryError(f"the arena could not be made: {error}") from error
-        pool = WorkerPool(arena, self._worker_count, "fork", self._job, None, None)
+        pool: WorkerPool | Feeder
+        if self._source.runs_in_main:
+            pool = Feeder(arena, self._job)
+        else:
+            pool = WorkerPool(arena, self._worker_count, "fork", self._job, None, None)
         pool.start()
         self._pools.append(pool)
         self._arena = arena

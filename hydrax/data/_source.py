@@ -43,10 +43,12 @@ class DrawSource(abc.ABC):
         worker_count: Loader processes that it is worth having.
         is_itemwise: Whether observations take long enough to load that several processes should
             share a draw; then :meth:`load_items` is called instead of :meth:`load`.
+        runs_in_main: Whether a thread of the main process has to do the loading.
     """
 
     worker_count: int = 1
     is_itemwise: bool = False
+    runs_in_main: bool = False
 
     @property
     @abc.abstractmethod
