@@ -29,6 +29,7 @@ from hydrax.data._draw_loader import MASK, DrawJob
 from hydrax.data._draws import Chain
 from hydrax.data._feeder import Feeder
 from hydrax.data._source import KEY_WORDS, DrawSource, chain_from_numbers, chain_words
+from hydrax.errors import ArenaMemoryError, BatchTimeoutError, LoaderError
 
 __all__ = ["DrawEngine", "ErrorBox"]
 
@@ -95,7 +96,7 @@ class DrawEngine:
         self._timeout_s = timeout_s
         if source.runs_in_main:
             worker_count = 1
-        self._worker_count = worker_count or max(1, min(source.worker_count, os.cpu_count() or 1))
+        self._worker_count = worker_count or source.worker_count
         rows = block_draws * mb_size
         specs = [
             ArraySpec(str(number), shape, dtype, dtype)

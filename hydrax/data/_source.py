@@ -46,7 +46,7 @@ class DrawSource(abc.ABC):
         runs_in_main: Whether a thread of the main process has to do the loading.
     """
 
-    worker_count: int = 1
+    worker_count: int = 2
     is_itemwise: bool = False
     runs_in_main: bool = False
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,15 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from hydrax.data._draws import Chain, Selection
+from hydrax.data._draws import Chain, Selections
 from hydrax.data._host import SourceDataLoader
 from hydrax.data._loaders import DataLoader, DeviceDataLoader, MiniBatchInformation
 from hydrax.data._source import DrawSource
 
 __all__ = ["DeviceNumpyDataLoader", "NumpyBase", "NumpyDataLoader"]
-
-# Chains whose selections a loader process keeps.
-_KEPT_SELECTIONS = 64
 
 
 class NumpyBase(DataLoader):
@@ -92,9 +88,7 @@ class _NumpySource(DrawSource):
 
     def __init__(self, arrays: Sequence[NDArray[Any]], mb_size: int) -> None:
         self._arrays = arrays
-        self._count = len(arrays[0])
-        self._mb_size = mb_size
-        self._selections: OrderedDict[Chain, Selection] = OrderedDict()
+        self._selections = Selections(len(arrays[0]), mb_size)
 
     @property
     def specs(self) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
@@ -108,13 +102,7 @@ class _NumpySource(DrawSource):
         arrays: Sequence[NDArray[Any]],
         mask: NDArray[np.bool_],
     ) -> None:
-        selection = self._selections.get(chain)
-        if selection is None:
-            selection = Selection(chain, self._count, self._mb_size)
-            self._selections[chain] = selection
-            if len(self._selections) > _KEPT_SELECTIONS:
-                self._selections.popitem(last=False)
-        indices, valid = selection.block(first, count)
+        indices, valid = self._selections[chain].block(first, count)
         np.copyto(mask, valid)
         for array, target in zip(self._arrays, arrays, strict=True):
             # With mode="raise" NumPy would go through a buffer.
