@@ -627,6 +627,9 @@ enum hx_status hx_draw_copy(struct hx_draw *engine, const struct hx_draw_key *ke
 
 char *hx_draw_describe_report(struct hx_draw *engine, const struct hx_draw_report *report)
 {
+    /* Python's own handler of the signal raises as soon as Python runs. */
+    if (report->trouble == HX_DRAW_INTERRUPTED)
+        return strdup("the program was interrupted (SIGINT) while it drew data");
     return engine->describe == NULL ? NULL : engine->describe(engine, report);
 }
 

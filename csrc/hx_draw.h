@@ -31,13 +31,13 @@ struct hx_draw_array {
 };
 
 struct hx_draw_config {
-    uint32_t fingerprint;  /* of what is drawn from; states carry it */
-    uint32_t block_draws;  /* draws of one block, at least 1 */
-    uint32_t draw_items;   /* items of one draw */
-    uint32_t ahead;        /* blocks of a chain that are asked for before they are needed */
-    uint32_t array_count;  /* arrays of a draw */
+    uint32_t fingerprint;   /* of what is drawn from; states carry it */
+    uint32_t block_draws;   /* draws of one block, at least 1 */
+    uint32_t draw_items;    /* items of one draw */
+    uint32_t ahead;         /* blocks of a chain that are asked for before they are needed */
+    uint32_t array_count;   /* arrays of a draw */
     uint64_t ordered_draws; /* draws of one pass in the data's own order; they repeat after it */
-    uint64_t timeout_ns;   /* of one draw; HX_FOREVER waits for ever */
+    uint64_t timeout_ns;    /* of one draw; HX_FOREVER waits for ever */
 };
 
 /* What went wrong, for the function that describes it. */
@@ -54,12 +54,12 @@ enum hx_draw_trouble {
 
 struct hx_draw_report {
     enum hx_draw_trouble trouble;
-    uint32_t worker;           /* HX_DRAW_WORKER_ENDED: which one */
-    uint32_t has_no_memory;    /* HX_DRAW_FAILED: the slot's pages could not be reserved */
-    uint64_t generation;       /* of the arena that it happened in */
-    struct hx_draw_key key;    /* the chain */
-    uint64_t draw;             /* the draw that was asked for */
-    void *payload;             /* owned by the report, from malloc; or NULL */
+    uint32_t worker;        /* HX_DRAW_WORKER_ENDED: which one */
+    uint32_t has_no_memory; /* HX_DRAW_FAILED: the slot's pages could not be reserved */
+    uint64_t generation;    /* of the arena that it happened in */
+    struct hx_draw_key key; /* the chain */
+    uint64_t draw;          /* the draw that was asked for */
+    void *payload;          /* owned by the report, from malloc; or NULL */
     uint64_t payload_nbytes;
 };
 

@@ -12,14 +12,16 @@
 /* Arrays of a draw that need no memory of their own here. */
 #define FEW_ARRAYS 32
 
-static XLA_FFI_Error *make_error(const XLA_FFI_Api *api, XLA_FFI_Error_Code code,
-                                 const char *message)
+#define ARGUMENT_COUNT 3
+
+/* JAX makes a JaxRuntimeError of this code, and other exceptions of some others. */
+static XLA_FFI_Error *make_error(const XLA_FFI_Api *api, const char *message)
 {
     XLA_FFI_Error_Create_Args args;
     memset(&args, 0, sizeof args);
     args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
     args.message = message;
-    args.errc = code;
+    args.errc = XLA_FFI_Error_Code_INTERNAL;
     return api->XLA_FFI_Error_Create(&args);
 }
 
@@ -75,20 +77,13 @@ static uint64_t nbytes_of(const XLA_FFI_Buffer *buffer)
     return nbytes;
 }
 
-/* The number of the engine, or 0. */
-static uint64_t engine_id(const XLA_FFI_Attrs *attrs)
+/* The number of the engine, which is the first argument, or 0. */
+static uint64_t engine_id(const XLA_FFI_Args *args)
 {
-    static const char name[] = "engine";
-    for (int64_t i = 0; i < attrs->size; i++) {
-        const XLA_FFI_ByteSpan *span = attrs->names[i];
-        if (span->len == sizeof name - 1 && memcmp(span->ptr, name, span->len) == 0 &&
-            attrs->types[i] == XLA_FFI_AttrType_SCALAR) {
-            const XLA_FFI_Scalar *scalar = attrs->attrs[i];
-            if (scalar->dtype == XLA_FFI_DataType_S64)
-                return (uint64_t) * (const int64_t *)scalar->value;
-        }
-    }
-    return 0;
+    const XLA_FFI_Buffer *buffer = args->size == ARGUMENT_COUNT ? args->args[0] : NULL;
+    if (buffer == NULL || buffer->dtype != XLA_FFI_DataType_U32 || nbytes_of(buffer) == 0)
+        return 0;
+    return *(const uint32_t *)buffer->data;
 }
 
 /* Identifies the execution of a program; 0 where XLA does not tell. */
@@ -118,12 +113,12 @@ static int64_t check_call(const XLA_FFI_CallFrame *frame, const struct hx_draw *
     const struct hx_draw_config *config = hx_draw_get_config(engine);
     const XLA_FFI_Buffer *numbers, *states;
     uint64_t count;
-    if (frame->args.size != 2 || frame->rets.size != (int64_t)config->array_count) {
+    if (frame->args.size != ARGUMENT_COUNT || frame->rets.size != (int64_t)config->array_count) {
         *reason = "hydrax_draw: wrong number of arguments or results";
         return -1;
     }
-    numbers = frame->args.args[0];
-    states = frame->args.args[1];
+    numbers = frame->args.args[1];
+    states = frame->args.args[2];
     count = nbytes_of(numbers) / sizeof(uint32_t);
     if (numbers->dtype != XLA_FFI_DataType_U32 || states->dtype != XLA_FFI_DataType_U32 ||
         nbytes_of(states) != count * HX_DRAW_STATE_WORDS * sizeof(uint32_t)) {
@@ -139,31 +134,11 @@ static int64_t check_call(const XLA_FFI_CallFrame *frame, const struct hx_draw *
     return (int64_t)count;
 }
 
-static XLA_FFI_Error_Code code_of(enum hx_draw_trouble trouble)
-{
-    switch (trouble) {
-    case HX_DRAW_TIMED_OUT:
-        return XLA_FFI_Error_Code_DEADLINE_EXCEEDED;
-    case HX_DRAW_WORKER_ENDED:
-        return XLA_FFI_Error_Code_UNAVAILABLE;
-    case HX_DRAW_RELEASED:
-        return XLA_FFI_Error_Code_FAILED_PRECONDITION;
-    case HX_DRAW_INTERRUPTED:
-        return XLA_FFI_Error_Code_CANCELLED;
-    case HX_DRAW_MISFIT:
-    case HX_DRAW_BAD_CALL:
-        return XLA_FFI_Error_Code_INVALID_ARGUMENT;
-    default:
-        return XLA_FFI_Error_Code_INTERNAL;
-    }
-}
-
 static XLA_FFI_Error *report_error(const XLA_FFI_Api *api, struct hx_draw *engine,
                                    struct hx_draw_report *report)
 {
     char *message = hx_draw_describe_report(engine, report);
-    XLA_FFI_Error *error =
-        make_error(api, code_of(report->trouble), message != NULL ? message : "a draw failed");
+    XLA_FFI_Error *error = make_error(api, message != NULL ? message : "a draw failed");
     free(message);
     hx_draw_report_clear(report);
     return error;
@@ -187,8 +162,8 @@ static XLA_FFI_Error *draw_all(const XLA_FFI_CallFrame *frame, struct hx_draw *e
                                int64_t count, uint8_t **targets)
 {
     const struct hx_draw_config *config = hx_draw_get_config(engine);
-    const uint32_t *numbers = ((const XLA_FFI_Buffer *)frame->args.args[0])->data;
-    const uint32_t *states = ((const XLA_FFI_Buffer *)frame->args.args[1])->data;
+    const uint32_t *numbers = ((const XLA_FFI_Buffer *)frame->args.args[1])->data;
+    const uint32_t *states = ((const XLA_FFI_Buffer *)frame->args.args[2])->data;
     const uint64_t run = run_of(frame);
     struct hx_draw_report report;
 
@@ -231,9 +206,9 @@ XLA_FFI_Error *hx_xla_draw(XLA_FFI_CallFrame *frame)
         return answer_metadata(frame);
     if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE)
         return NULL;
-    engine = hx_draw_find(engine_id(&frame->attrs));
+    engine = hx_draw_find(engine_id(&frame->args));
     if (engine == NULL) {
-        error = make_error(frame->api, XLA_FFI_Error_Code_FAILED_PRECONDITION,
+        error = make_error(frame->api,
                            "the data loader that this program draws from has been released; make "
                            "a new one and trace the program again");
         goto cleanup;
@@ -242,14 +217,13 @@ XLA_FFI_Error *hx_xla_draw(XLA_FFI_CallFrame *frame)
     if (array_count > FEW_ARRAYS) {
         targets = many = malloc(array_count * sizeof *many);
         if (many == NULL) {
-            error = make_error(frame->api, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED,
-                               "hydrax_draw: no memory");
+            error = make_error(frame->api, "hydrax_draw: no memory");
             goto cleanup;
         }
     }
     count = check_call(frame, engine, &reason);
     if (count < 0) {
-        error = make_error(frame->api, XLA_FFI_Error_Code_INVALID_ARGUMENT, reason);
+        error = make_error(frame->api, reason);
         goto cleanup;
     }
     error = draw_all(frame, engine, count, targets);

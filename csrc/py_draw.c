@@ -40,9 +40,9 @@ static char *describe(void *context, const struct hx_draw_report *report)
     char *copy = NULL;
     if (function == NULL)
         goto cleanup;
-    payload = report->payload == NULL ? Py_NewRef(Py_None)
-                                      : PyBytes_FromStringAndSize(
-                                            report->payload, (Py_ssize_t)report->payload_nbytes);
+    payload = report->payload == NULL
+                  ? Py_NewRef(Py_None)
+                  : PyBytes_FromStringAndSize(report->payload, (Py_ssize_t)report->payload_nbytes);
     key = PyBytes_FromStringAndSize((const char *)report->key.words, sizeof report->key.words);
     if (payload == NULL || key == NULL)
         goto cleanup;
@@ -54,8 +54,13 @@ static char *describe(void *context, const struct hx_draw_report *report)
         copy = copy_text(text);
 
 cleanup:
-    if (PyErr_Occurred())
+    if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
+        /* It is for the program's caller, and comes again there. */
+        PyErr_Clear();
+        PyErr_SetInterrupt();
+    } else if (PyErr_Occurred()) {
         PyErr_WriteUnraisable(function);
+    }
     Py_XDECREF(text);
     Py_XDECREF(key);
     Py_XDECREF(payload);
@@ -301,16 +306,17 @@ static PyMethodDef draws_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-PyDoc_STRVAR(draws_doc,
-             "Draws(describe, arrays, fingerprint, block_draws, draw_items, ahead, ordered_draws, "
-             "timeout_ns)\n--\n\n"
-             "Draws mini-batches from an arena by their numbers, for XLA programs.\n\n"
-             "arrays is a sequence of (offset in a slot, bytes of one draw). describe is called as\n"
-             "describe(trouble, worker, has_no_memory, generation, key, draw, payload), on any\n"
-             "thread, when a draw fails, and returns the text of the error.");
+PyDoc_STRVAR(
+    draws_doc,
+    "Draws(describe, arrays, fingerprint, block_draws, draw_items, ahead, ordered_draws, "
+    "timeout_ns)\n--\n\n"
+    "Draws mini-batches from an arena by their numbers, for XLA programs.\n\n"
+    "arrays is a sequence of (offset in a slot, bytes of one draw). describe is called as\n"
+    "describe(trouble, worker, has_no_memory, generation, key, draw, payload), on any\n"
+    "thread, when a draw fails, and returns the text of the error.");
 
 static PyType_Slot draws_slots[] = {
-    {Py_tp_doc, (void *)draws_doc},  {Py_tp_new, draws_new},       {Py_tp_dealloc, draws_dealloc},
+    {Py_tp_doc, (void *)draws_doc}, {Py_tp_new, draws_new},       {Py_tp_dealloc, draws_dealloc},
     {Py_tp_methods, draws_methods}, {Py_tp_getset, draws_getset}, {0, NULL},
 };
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hydrax.data._engine import DrawEngine, ErrorBox
-from hydrax.data._loaders import HostDataLoader
+from hydrax.data._loaders import HostDataLoader, array_struct
 from hydrax.errors import StateError
 
 __all__ = ["Cached", "EngineServer", "LoaderServer", "Server", "draw_cached"]
@@ -186,9 +186,7 @@ class LoaderServer:
         self._loader.load_state(chain_id, chain.saved[number])
         chain.following = number
 
-    def _checked(
-        self, batches: PyTree, mask: Any
-    ) -> tuple[list[NDArray[Any]], NDArray[np.bool_]]:
+    def _checked(self, batches: PyTree, mask: Any) -> tuple[list[NDArray[Any]], NDArray[np.bool_]]:
         """What get_batches() returned, in the shapes and dtypes that the program expects."""
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(batches)]
         if len(leaves) != len(self._structs):
@@ -234,7 +232,7 @@ def draw_cached(
     cache_size, mb_size = cached.valid.shape[-2:]
     is_used_up = cached.line >= cache_size
     leaves, treedef = jax.tree.flatten(structs)
-    shapes = ([*leaves], jax.ShapeDtypeStruct((cache_size, mb_size), np.bool_))
+    shapes = ([*leaves], array_struct((cache_size, mb_size), np.bool_))
 
     def serve(
         is_needed: Any, chain: Any, words: Any

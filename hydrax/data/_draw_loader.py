@@ -101,12 +101,13 @@ class DrawLoader:
             source.load_items(chain, first, run.count, parts, mask[start:stop], begin)
         else:
             mb_size = self._job.mb_size
+            count = run.count // mb_size
             source.load(
                 chain,
                 first // mb_size,
-                run.count // mb_size,
-                [part.reshape(-1, mb_size, *part.shape[1:]) for part in parts],
-                mask[start:stop].reshape(-1, mb_size),
+                count,
+                [part.reshape(count, mb_size, *part.shape[1:]) for part in parts],
+                mask[start:stop].reshape(count, mb_size),
             )
         for number, (part, slot) in enumerate(zip(parts, slots, strict=True)):
             if part is not slot:

@@ -109,9 +109,7 @@ class DrawEngine:
         )
         # The first block is drawn from while each process loads another one.
         least = self._worker_count + _AHEAD + 1
-        slot_count = max(
-            least, min(_SLOT_COUNT, available_nbytes() // 2 // max(slot_nbytes, 1))
-        )
+        slot_count = max(least, min(_SLOT_COUNT, available_nbytes() // 2 // max(slot_nbytes, 1)))
         self._arena_config: dict[str, Any] = {
             "slot_count": slot_count,
             "slot_nbytes": max(slot_nbytes, 1),
@@ -176,7 +174,9 @@ class DrawEngine:
             raise
 
     @staticmethod
-    def _forgotten(draws: _core.Draws, pools: list[WorkerPool | Feeder], source: DrawSource) -> None:
+    def _forgotten(
+        draws: _core.Draws, pools: list[WorkerPool | Feeder], source: DrawSource
+    ) -> None:
         """End what an engine that was not closed has left behind."""
         draws.close()
         while pools:
@@ -329,8 +329,6 @@ class DrawEngine:
             text = self._keep(error)
             self._restart(generation)
             return text
-        if trouble == _core.DRAW_INTERRUPTED:
-            return self._keep(KeyboardInterrupt("the program was interrupted while it drew data"))
         if trouble == _core.DRAW_MISFIT:
             return self._keep(ValueError(self._misfit()))
         if trouble == _core.DRAW_RELEASED:
@@ -357,9 +355,7 @@ class DrawEngine:
 
     def _describe_draw(self, key: bytes, draw: int) -> str:
         words = struct.unpack(f"{KEY_WORDS}I", key)
-        chain = chain_from_numbers(
-            words[0], words[1] | words[2] << 32, words[3] | words[4] << 32
-        )
+        chain = chain_from_numbers(words[0], words[1] | words[2] << 32, words[3] | words[4] << 32)
         if chain.is_ordered:
             return f"draw {draw % self.ordered_draws} of {self.ordered_draws}, in order,"
         return f"random draw {draw} (seed {chain.seed})"

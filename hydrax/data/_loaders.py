@@ -14,6 +14,7 @@ __all__ = [
     "DeviceDataLoader",
     "HostDataLoader",
     "MiniBatchInformation",
+    "array_struct",
     "tree_dtype_struct",
     "tree_index",
 ]
@@ -33,6 +34,11 @@ class MiniBatchInformation(NamedTuple):
     observation_count: Any
     mask: Any
     batch_size: Any
+
+
+def array_struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an array, in JAX's form."""
+    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
 
 
 def tree_index(pytree: PyTree, index: Any) -> PyTree:
@@ -56,7 +62,7 @@ def tree_dtype_struct(pytree: PyTree) -> PyTree:
         >>> tree_dtype_struct({"a": np.zeros((4, 3), np.float32)})
         {'a': ShapeDtypeStruct(shape=(4, 3), dtype=float32)}
     """
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), pytree)
+    return jax.tree.map(lambda leaf: array_struct(leaf.shape, leaf.dtype), pytree)
 
 
 class DataLoader(metaclass=abc.ABCMeta):
@@ -191,7 +197,7 @@ class HostDataLoader(DataLoader):
             mb_size: Observations of a mini-batch.
         """
         struct = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((cache_size, mb_size, *leaf.shape), leaf.dtype),
+            lambda leaf: array_struct((cache_size, mb_size, *leaf.shape), leaf.dtype),
             self._format,
         )
         count = self.static_information["observation_count"]

@@ -59,7 +59,7 @@ class DrawSource(abc.ABC):
         converted in the loader process, and one that does not fit is an error.
         """
 
-    def start(self) -> None:
+    def start(self) -> None:  # noqa: B027 - there may be nothing to do
         """Called once in each loader process before it loads: open files there."""
 
     def load(
@@ -104,5 +104,5 @@ class DrawSource(abc.ABC):
         """
         raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - there may be nothing to do
         """Called in the main process when nothing is to be loaded any more."""

@@ -17,6 +17,7 @@ from hydrax._arguments import check_int
 from hydrax._datagroup import DataGroup
 from hydrax.data._draws import Chain, Selections
 from hydrax.data._host import SourceDataLoader
+from hydrax.data._loaders import array_struct
 from hydrax.data._source import DrawSource
 
 __all__ = ["ArenaDataLoader"]
@@ -119,8 +120,7 @@ class _ArenaSource(DrawSource):
                 seed = _seed(chain, first + row)
                 begin(row, seed)
                 views = {
-                    name: array[row, ...]
-                    for name, array in zip(self._names, arrays, strict=True)
+                    name: array[row, ...] for name, array in zip(self._names, arrays, strict=True)
                 }
                 loader_func(
                     data[index], MappingProxyType(views), None if chain.is_ordered else seed
@@ -203,7 +203,7 @@ class ArenaDataLoader(SourceDataLoader):
     @property
     def _format(self) -> dict[str, jax.ShapeDtypeStruct]:
         specs = sorted(self._group.specs, key=lambda spec: spec.name)
-        return {spec.name: jax.ShapeDtypeStruct(spec.shape, spec.jax_dtype) for spec in specs}
+        return {spec.name: array_struct(spec.shape, spec.jax_dtype) for spec in specs}
 
     def _source(self, mb_size: int) -> DrawSource:
         return _ArenaSource(

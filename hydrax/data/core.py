@@ -32,6 +32,7 @@ from hydrax.data._loaders import (
     DeviceDataLoader,
     HostDataLoader,
     MiniBatchInformation,
+    array_struct,
     tree_dtype_struct,
     tree_index,
 )
@@ -276,10 +277,10 @@ def _draw_from_engine(
 ) -> tuple[CacheState, tuple[PyTree, jax.Array]]:
     """Draw a mini-batch through the handler in C."""
     leaves, treedef = jax.tree.flatten(structs)
-    results = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves]
-    results.append(jax.ShapeDtypeStruct((engine.mb_size,), np.dtype(np.bool_)))
+    results = [array_struct(leaf.shape[1:], leaf.dtype) for leaf in leaves]
+    results.append(array_struct((engine.mb_size,), np.dtype(np.bool_)))
     *batch, mask = jax.ffi.ffi_call("hydrax_draw", results, vmap_method="broadcast_all")(
-        state.current_line, state.state, engine=np.int64(engine.id)
+        np.uint32(engine.id), state.current_line, state.state
     )
     line = state.current_line + np.uint32(1)
     following = state._replace(
@@ -335,9 +336,7 @@ class _HostDraws:
         self.handle = handle
         structs, _ = loader.batch_format(cache_size, mb_size=mb_size)
         self.structs = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype)
-            ),
+            lambda leaf: array_struct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype)),
             structs,
         )
         self._loader: SourceDataLoader | None = None
@@ -388,7 +387,9 @@ class _HostDraws:
         if self._is_direct:
             return state._replace(current_line=jnp.asarray(0, jnp.uint32))
         return state._replace(
-            cached_batches=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.structs),
+            cached_batches=jax.tree.map(
+                lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.structs
+            ),
             valid=jnp.zeros((self.cache_size, self.mb_size), jnp.bool_),
             current_line=jnp.asarray(self.cache_size, jnp.int32),  # nothing is cached yet
         )
@@ -497,9 +498,7 @@ def random_reference_data(
     def init(**kwargs: Any) -> CacheState:
         return draws.begin(is_ordered=False, **kwargs)
 
-    def get_batch(
-        data_state: CacheState, information: bool = False, device_count: int = 1
-    ) -> Any:
+    def get_batch(data_state: CacheState, information: bool = False, device_count: int = 1) -> Any:
         _check_state(data_state, device_count)
         following, (batch, info) = draws.draw(data_state)
         return following, ((batch, info) if information else batch)
@@ -518,9 +517,7 @@ def _random_on_device(
         handle.check()
         return CacheState(state=loader.init_random_data(*args, **kwargs))
 
-    def get_batch(
-        data_state: CacheState, information: bool = False, device_count: int = 1
-    ) -> Any:
+    def get_batch(data_state: CacheState, information: bool = False, device_count: int = 1) -> Any:
         _check_state(data_state, device_count)
         state, (batch, info) = loader.get_random_data(data_state.state, mb_size)
         return data_state._replace(state=state), ((batch, info) if information else batch)
@@ -537,7 +534,8 @@ def _default_mb_size(loader: DataLoader, observation_count: int) -> int:
         int(np.prod(leaf.shape, dtype=np.int64)) * np.dtype(leaf.dtype).itemsize
         for leaf in jax.tree.leaves(loader.initializer_batch())
     )
-    return max(1, min(observation_count, _DEFAULT_NBYTES // max(nbytes, 1)))
+    fitting: int = _DEFAULT_NBYTES // max(nbytes, 1)
+    return max(1, min(observation_count, fitting))
 
 
 def _check_full_sizes(
@@ -637,7 +635,7 @@ def full_reference_data(
         >>> loader = NumpyDataLoader(x=np.arange(10))
         >>> init, full_data_map, release = full_reference_data(loader, 2, 3)
         >>> def squares(batch, mask, count):
-        ...     return jnp.sum(batch["x"] ** 2 * mask), count + jnp.sum(mask)
+        ...     return jnp.sum(batch["x"] ** 2, where=mask), count + jnp.sum(mask)
         >>> state, (results, count) = full_data_map(squares, init(), 0, masking=True)
         >>> results.tolist(), int(results.sum()), int(count)
         ([5, 50, 149, 81], 285, 10)

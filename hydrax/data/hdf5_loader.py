@@ -24,6 +24,7 @@ except ImportError as error:
 from hydrax.data._draws import Chain, Selections
 from hydrax.data._hdf5 import NameTree, RowReader, find_data_sets
 from hydrax.data._host import SourceDataLoader
+from hydrax.data._loaders import array_struct
 from hydrax.data._source import DrawSource
 
 __all__ = ["HDF5Loader"]
@@ -99,7 +100,7 @@ class HDF5Loader(SourceDataLoader):
 
     @property
     def _format(self) -> Any:
-        leaves = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in self._reader.specs]
+        leaves = [array_struct(s.shape, s.dtype) for s in self._reader.specs]
         return jax.tree.unflatten(self._treedef, leaves)
 
     def _source(self, mb_size: int) -> DrawSource:

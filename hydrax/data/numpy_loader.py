@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from hydrax._specs import dlpack_code
 from hydrax.data._draws import Chain, Selections
 from hydrax.data._host import SourceDataLoader
-from hydrax.data._loaders import DataLoader, DeviceDataLoader, MiniBatchInformation
+from hydrax.data._loaders import DataLoader, DeviceDataLoader, MiniBatchInformation, array_struct
 from hydrax.data._source import DrawSource
 
 __all__ = ["DeviceNumpyDataLoader", "NumpyBase", "NumpyDataLoader"]
@@ -38,12 +39,15 @@ class NumpyBase(DataLoader):
             raise ValueError("no data: give at least one array, such as x=numpy.arange(10)")
         self._data: dict[str, NDArray[Any]] = {}
         for name, value in sorted(reference_data.items()):
-            array = np.array(value) if copy or isinstance(value, jax.Array) else np.asarray(value)
-            if array.dtype.hasobject or array.dtype.kind in "SUVMm" and array.dtype.isbuiltin:
+            is_copied = copy or isinstance(value, jax.Array)
+            array = np.array(value) if is_copied else np.asarray(value)
+            if dlpack_code(array.dtype) is None:
                 raise TypeError(
                     f"{name} has dtype {array.dtype}, which cannot be an array of JAX; give "
                     "arrays of numbers"
                 )
+            if not array.dtype.isnative:
+                array = array.astype(array.dtype.newbyteorder("="))
             if array.ndim == 0:
                 raise ValueError(f"{name} is a scalar; its first dimension counts observations")
             self._data[name] = array
@@ -73,8 +77,7 @@ class NumpyBase(DataLoader):
     @property
     def _format(self) -> dict[str, jax.ShapeDtypeStruct]:
         return {
-            name: jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
-            for name, array in self._data.items()
+            name: array_struct(array.shape[1:], array.dtype) for name, array in self._data.items()
         }
 
 
@@ -195,7 +198,5 @@ class DeviceNumpyDataLoader(NumpyBase, DeviceDataLoader):
         key, split = jax.random.split(state)
         rows = jax.random.randint(split, (batch_size,), 0, self._count)
         batch = jax.tree.map(lambda leaf: leaf[rows], self.get_full_data())
-        information = MiniBatchInformation(
-            self._count, jnp.ones(batch_size, jnp.bool_), batch_size
-        )
+        information = MiniBatchInformation(self._count, jnp.ones(batch_size, jnp.bool_), batch_size)
         return key, (batch, information)
