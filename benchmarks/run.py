@@ -35,6 +35,7 @@ BENCHMARKS = (
     "tokens",
     "rows",
     "ready_batch",
+    "jit_draws",
     "start_stop",
     "huge_range",
     "memory",
