@@ -404,20 +404,46 @@ static struct block *request_block(struct hx_draw *engine, const struct hx_draw_
     return block;
 }
 
-/* The chain has come to this block: ask for those that follow, and let go of the others. */
+/* Chains that have blocks which are not consumed, at least 1. */
+static uint32_t count_chains(const struct hx_draw *engine)
+{
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < engine->block_count; i++) {
+        const struct block *block = &engine->blocks[i];
+        uint32_t j = 0;
+        if (block->state == BLOCK_EMPTY || block->is_consumed)
+            continue;
+        while (j < i && (engine->blocks[j].state == BLOCK_EMPTY || engine->blocks[j].is_consumed ||
+                         !is_same_key(&engine->blocks[j].key, &block->key)))
+            j++;
+        count += j == i;
+    }
+    return count == 0 ? 1 : count;
+}
+
+/* The chain has come to this block: let go of those that it has left, and ask for those that
+ * follow. Several are asked for at a time, so that workers are not woken for each. */
 static void move_on(struct hx_draw *engine, const struct hx_draw_key *key, uint64_t index)
 {
     const uint64_t cycle = is_ordered(key) ? ordered_blocks(engine) : 0;
-    const uint32_t ahead = engine->config.ahead;
+    uint32_t ahead = engine->config.ahead;
+    uint32_t share, coming = 0;
     for (uint32_t i = 0; i < engine->block_count; i++) {
         struct block *block = &engine->blocks[i];
-        if (block->state == BLOCK_READY && is_same_key(&block->key, key)) {
+        if (block->state != BLOCK_EMPTY && is_same_key(&block->key, key)) {
             uint64_t distance = block->index - index;
             if (cycle != 0 && block->index < index)
                 distance += cycle;
-            block->is_consumed = distance > ahead;
+            if (block->state == BLOCK_READY)
+                block->is_consumed = distance > ahead;
+            coming += distance >= 1 && distance <= ahead;
         }
     }
+    share = engine->block_count / count_chains(engine);
+    if (ahead + 1 > share)
+        ahead = share > 1 ? share - 1 : 0;
+    if (coming > ahead / 2)
+        return;
     for (uint64_t i = 1; i <= ahead && (cycle == 0 || i < cycle); i++) {
         const uint64_t next = cycle == 0 ? index + i : (index + i) % cycle;
         if (find_block(engine, key, next) == NULL && request_block(engine, key, next, 1) == NULL)

@@ -36,9 +36,13 @@ __all__ = ["DrawEngine", "ErrorBox"]
 logger = logging.getLogger(__name__)
 
 # Slots of an arena: they take memory only once they are used.
-_SLOT_COUNT = 32
-# Blocks of a chain that are loaded while another one is drawn from, beside one per process.
-_AHEAD = 1
+_SLOT_COUNT = 64
+# Bytes that are loaded at a time, so that they are still in a processor's cache when a program
+# copies them; and rows, where each takes a call.
+_BLOCK_NBYTES, _BLOCK_ROWS = 2**20, 64
+# How far programs are loaded for ahead: so many blocks, but no more than so many bytes, so that
+# loader processes that do not get a processor for a moment do not hold programs up.
+_AHEAD_COUNT, _AHEAD_NBYTES = 8, 2**23
 
 
 class ErrorBox:
@@ -58,7 +62,7 @@ class DrawEngine:
     Args:
         source: What loads; closed with the engine.
         mb_size: Observations of a draw.
-        block_draws: Draws that are loaded together.
+        cache_size: Draws that are loaded together, at most.
         observation_count: Observations of the data set.
         dtypes: Dtype of each leaf in which JAX gets it.
         boxes: Get each error.
@@ -68,7 +72,7 @@ class DrawEngine:
     Attributes:
         observation_count: Observations of the data set.
         mb_size: Observations of a draw.
-        block_draws: Draws that are loaded together.
+        block_draws: Draws that are loaded together: as many as fit into the processors' caches.
         ordered_draws: Draws of one pass over the data set in its own order.
         fingerprint: Of what is drawn from.
     """
@@ -78,7 +82,7 @@ class DrawEngine:
         source: DrawSource,
         *,
         mb_size: int,
-        block_draws: int,
+        cache_size: int,
         observation_count: int,
         dtypes: Sequence[np.dtype[Any]],
         boxes: Sequence[ErrorBox],
@@ -89,7 +93,6 @@ class DrawEngine:
             raise RuntimeError("draws cannot be made in a loader process")
         self.observation_count = observation_count
         self.mb_size = mb_size
-        self.block_draws = block_draws
         self.ordered_draws = -(-observation_count // mb_size)
         self._source = source
         self._boxes = boxes
@@ -97,22 +100,28 @@ class DrawEngine:
         if source.runs_in_main:
             worker_count = 1
         self._worker_count = worker_count or source.worker_count
-        rows = block_draws * mb_size
-        specs = [
-            ArraySpec(str(number), shape, dtype, dtype)
-            for number, ((shape, _), dtype) in enumerate(zip(source.specs, dtypes, strict=True))
-        ]
         flag = np.dtype(np.bool_)
-        self._layouts, slot_nbytes = lay_out([*specs, ArraySpec(MASK, (), flag, flag)], rows)
+        specs = [
+            *(
+                ArraySpec(str(number), shape, dtype, dtype)
+                for number, ((shape, _), dtype) in enumerate(zip(source.specs, dtypes, strict=True))
+            ),
+            ArraySpec(MASK, (), flag, flag),
+        ]
+        _, draw_nbytes = lay_out(specs, mb_size)
+        fitting = _BLOCK_ROWS // mb_size if source.is_itemwise else _BLOCK_NBYTES // draw_nbytes
+        block_draws = max(1, min(cache_size, fitting))
+        self.block_draws = block_draws
+        self._layouts, slot_nbytes = lay_out(specs, block_draws * mb_size)
+        ahead = max(self._worker_count, min(_AHEAD_COUNT, _AHEAD_NBYTES // slot_nbytes))
         self.fingerprint = zlib.crc32(
-            repr((observation_count, mb_size, [(s.shape, s.dtype.str) for s in specs])).encode()
+            repr((observation_count, mb_size, [(spec.shape, spec.dtype.name) for spec in specs])).encode()
         )
-        # The first block is drawn from while each process loads another one.
-        least = self._worker_count + _AHEAD + 1
-        slot_count = max(least, min(_SLOT_COUNT, available_nbytes() // 2 // max(slot_nbytes, 1)))
+        least = self._worker_count + 2  # one is drawn from, and one was before
+        slot_count = max(least, min(_SLOT_COUNT, available_nbytes() // 2 // slot_nbytes))
         self._arena_config: dict[str, Any] = {
             "slot_count": slot_count,
-            "slot_nbytes": max(slot_nbytes, 1),
+            "slot_nbytes": slot_nbytes,
             "worker_count": self._worker_count,
             "group_count": 1,
             # Records are kept for errors only: one per process at most.
@@ -121,10 +130,9 @@ class DrawEngine:
         }
         if least * slot_nbytes > available_nbytes():
             raise ArenaMemoryError(
-                f"{least} blocks of {block_draws} draws (cached_batches_count) of {mb_size} "
-                f"observations (mb_size) need {format_nbytes(least * slot_nbytes)}, but "
-                f"{format_nbytes(available_nbytes())} of memory are available; lower "
-                "cached_batches_count or mb_size"
+                f"{least} blocks of {block_draws} draws of {mb_size} observations (mb_size) need "
+                f"{format_nbytes(least * slot_nbytes)}, but {format_nbytes(available_nbytes())} of "
+                "memory are available; lower mb_size"
             )
         self._job = DrawJob(source, mb_size, self._layouts)
         reference = weakref.ref(self)
@@ -154,7 +162,7 @@ class DrawEngine:
             self.fingerprint,
             block_draws,
             mb_size,
-            self._worker_count + _AHEAD - 1,
+            ahead,
             self.ordered_draws,
             None if timeout_s is None else int(timeout_s * 1e9),
         )

@@ -98,7 +98,7 @@ class SourceDataLoader(HostDataLoader):
     def make_engine(
         self,
         *,
-        block_draws: int,
+        cache_size: int,
         mb_size: int,
         worker_count: int | None,
         timeout_s: float | None,
@@ -112,7 +112,7 @@ class SourceDataLoader(HostDataLoader):
         engine = DrawEngine(
             self._source(mb_size),
             mb_size=mb_size,
-            block_draws=block_draws,
+            cache_size=cache_size,
             observation_count=self._observation_count,
             dtypes=dtypes,
             boxes=(box, self._errors),

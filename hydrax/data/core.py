@@ -343,7 +343,7 @@ class _HostDraws:
         if isinstance(loader, SourceDataLoader):
             self._loader = loader
             handle.engine = loader.make_engine(
-                block_draws=cache_size,
+                cache_size=cache_size,
                 mb_size=mb_size,
                 worker_count=worker_count,
                 timeout_s=timeout_s,
