@@ -6,6 +6,7 @@ Environment variables:
         loads only where libasan was loaded first; ``make sanitize`` does this.
 """
 
+import importlib.util
 import os
 import sys
 import sysconfig
@@ -32,6 +33,16 @@ def is_set(variable: str) -> bool:
     return os.environ.get(variable, "0") not in ("", "0")
 
 
+def xla_include() -> str:
+    """Folder of the XLA FFI header, which jaxlib ships. JAX itself is not imported."""
+    spec = importlib.util.find_spec("jaxlib")
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        include = os.path.join(folder, "include")
+        if os.path.exists(os.path.join(include, "xla", "ffi", "api", "c_api.h")):
+            return include
+    raise SystemExit("hydrax is built with the XLA FFI header of jaxlib 0.10 or later: install it")
+
+
 compile_args = ["-std=c11", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
 link_args = ["-pthread"]
 options = {"bdist_wheel": {"py_limited_api": f"cp{OLDEST_PYTHON[0]}{OLDEST_PYTHON[1]}"}}
@@ -47,7 +58,7 @@ core = Extension(
     "hydrax._core",
     sources=sorted(glob("csrc/hx_*.c") + glob("csrc/py_*.c")),
     depends=["setup.py", *sorted(glob("csrc/*.h"))],
-    include_dirs=["csrc"],
+    include_dirs=["csrc", xla_include()],
     define_macros=[
         ("_GNU_SOURCE", "1"),
         ("Py_LIMITED_API", f"0x{OLDEST_PYTHON[0]:02X}{OLDEST_PYTHON[1]:02X}0000"),

@@ -36,6 +36,7 @@ BENCHMARKS = (
     "rows",
     "jpeg_folder",
     "ready_batch",
+    "jit_draws",
     "start_stop",
     "huge_range",
     "resume",

@@ -15,6 +15,15 @@ static struct hx_arena *arena_of(PyObject *object)
     return ((struct arena_object *)object)->arena;
 }
 
+struct hx_arena *core_arena_get(struct core_state *state, PyObject *object)
+{
+    if (!PyObject_TypeCheck(object, state->arena_type)) {
+        PyErr_SetString(PyExc_TypeError, "expected an Arena");
+        return NULL;
+    }
+    return arena_of(object);
+}
+
 /* Wrap an arena, whose reference it takes, on failure too. */
 static PyObject *wrap(PyTypeObject *type, struct hx_arena *arena)
 {

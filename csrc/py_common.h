@@ -16,6 +16,7 @@
 struct core_state {
     PyTypeObject *arena_type;
     PyTypeObject *items_type;
+    PyTypeObject *draws_type;
     PyTypeObject *lease_type;
     PyTypeObject *plan_type;
     PyTypeObject *run_type;
@@ -25,6 +26,7 @@ struct core_state {
 /* Each makes one type for the module; new reference, or NULL with an exception. */
 PyTypeObject *core_make_arena_type(PyObject *module);
 PyTypeObject *core_make_items_type(PyObject *module);
+PyTypeObject *core_make_draws_type(PyObject *module);
 PyTypeObject *core_make_lease_type(PyObject *module);
 PyTypeObject *core_make_plan_type(PyObject *module);
 PyTypeObject *core_make_run_type(PyObject *module);
@@ -32,6 +34,9 @@ PyTypeObject *core_make_tensor_type(PyObject *module);
 
 /* State of the module that defined `type`; borrowed. */
 struct core_state *core_state_of(PyTypeObject *type);
+
+/* The arena behind an Arena object, borrowed; NULL with TypeError for any other object. */
+struct hx_arena *core_arena_get(struct core_state *state, PyObject *object);
 
 /* A Lease over `slot`, whose single lease reference it takes, on failure too. */
 PyObject *core_lease_new(struct core_state *state, struct hx_arena *arena, uint32_t slot);
@@ -50,6 +55,8 @@ const struct hx_plan *core_plan_get(struct core_state *state, PyObject *object);
 int core_random_begin(uint64_t seed);
 
 /* Functions of the module, defined next to what they are about. */
+PyObject *core_draw_handler(PyObject *module, PyObject *unused);
+PyObject *core_watch_interrupts(PyObject *module, PyObject *unused);
 PyObject *core_start_guard(PyObject *module, PyObject *argument);
 PyObject *core_take_slices(PyObject *module, PyObject *argument);
 PyObject *core_random_capsule(PyObject *module, PyObject *inner);

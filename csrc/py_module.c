@@ -1,6 +1,7 @@
 /* Module hydrax._core: initialisation, state, functions. */
 #include "py_common.h"
 
+#include "hx_draw.h"
 #include "hx_permute.h"
 
 PyDoc_STRVAR(permute_doc, "permute(key, count, position, /)\n--\n\n"
@@ -54,6 +55,10 @@ PyDoc_STRVAR(slices_doc, "take_slices(nanoseconds, /)\n--\n\n"
 PyDoc_STRVAR(capsule_doc, "random_capsule(inner, /)\n--\n\n"
                           "A NumPy bit generator capsule that starts anew with each item.\n\n"
                           "``inner`` is the capsule to draw from once the user has seeded.");
+PyDoc_STRVAR(draw_handler_doc, "draw_handler()\n--\n\n"
+                               "Capsule of the XLA FFI handler that draws mini-batches.");
+PyDoc_STRVAR(watch_doc, "watch_interrupts()\n--\n\n"
+                        "Let SIGINT end programs that draw, before Python handles it.");
 PyDoc_STRVAR(choose_inner_doc,
              "random_choose_inner()\n--\n\n"
              "Draw from the inner generator until the next item begins.\n\n"
@@ -67,6 +72,8 @@ static PyMethodDef core_functions[] = {
     {"mix", (PyCFunction)(void (*)(void))core_mix, METH_FASTCALL, mix_doc},
     {"start_guard", core_start_guard, METH_O, guard_doc},
     {"take_slices", core_take_slices, METH_O, slices_doc},
+    {"draw_handler", core_draw_handler, METH_NOARGS, draw_handler_doc},
+    {"watch_interrupts", core_watch_interrupts, METH_NOARGS, watch_doc},
     {"random_capsule", core_random_capsule, METH_O, capsule_doc},
     {"random_choose_inner", core_random_choose_inner, METH_NOARGS, choose_inner_doc},
     {"random_restart", core_random_restart, METH_NOARGS, restart_doc},
@@ -101,13 +108,20 @@ static int core_exec(PyObject *module)
         add_type(module, &state->tensor_type, core_make_tensor_type(module)) < 0 ||
         add_type(module, &state->lease_type, core_make_lease_type(module)) < 0 ||
         add_type(module, &state->items_type, core_make_items_type(module)) < 0 ||
-        add_type(module, &state->arena_type, core_make_arena_type(module)) < 0)
+        add_type(module, &state->arena_type, core_make_arena_type(module)) < 0 ||
+        add_type(module, &state->draws_type, core_make_draws_type(module)) < 0)
         return -1;
     if (PyModule_AddIntConstant(module, "TIMED_OUT", -1) < 0 ||
         PyModule_AddIntConstant(module, "INTERRUPTED", -2) < 0 ||
         PyModule_AddIntConstant(module, "CLOSED", -3) < 0 ||
         PyModule_AddIntConstant(module, "SLOT_READY", HX_SLOT_READY) < 0 ||
         PyModule_AddIntConstant(module, "SLOT_LEASED", HX_SLOT_LEASED) < 0 ||
+        PyModule_AddIntConstant(module, "DRAW_FAILED", HX_DRAW_FAILED) < 0 ||
+        PyModule_AddIntConstant(module, "DRAW_TIMED_OUT", HX_DRAW_TIMED_OUT) < 0 ||
+        PyModule_AddIntConstant(module, "DRAW_WORKER_ENDED", HX_DRAW_WORKER_ENDED) < 0 ||
+        PyModule_AddIntConstant(module, "DRAW_RELEASED", HX_DRAW_RELEASED) < 0 ||
+        PyModule_AddIntConstant(module, "DRAW_INTERRUPTED", HX_DRAW_INTERRUPTED) < 0 ||
+        PyModule_AddIntConstant(module, "DRAW_MISFIT", HX_DRAW_MISFIT) < 0 ||
         PyModule_AddIntConstant(module, "TRAINING", HX_PLAN_TRAINING) < 0 ||
         PyModule_AddIntConstant(module, "VALIDATION", HX_PLAN_VALIDATION) < 0 ||
         PyModule_AddIntConstant(module, "RECORD_ADDITIONAL", HX_RECORD_ADDITIONAL) < 0 ||
@@ -122,6 +136,7 @@ static int core_traverse(PyObject *module, visitproc visit, void *arg)
     struct core_state *state = PyModule_GetState(module);
     Py_VISIT(state->arena_type);
     Py_VISIT(state->items_type);
+    Py_VISIT(state->draws_type);
     Py_VISIT(state->lease_type);
     Py_VISIT(state->plan_type);
     Py_VISIT(state->run_type);
@@ -134,6 +149,7 @@ static int core_clear(PyObject *module)
     struct core_state *state = PyModule_GetState(module);
     Py_CLEAR(state->arena_type);
     Py_CLEAR(state->items_type);
+    Py_CLEAR(state->draws_type);
     Py_CLEAR(state->lease_type);
     Py_CLEAR(state->plan_type);
     Py_CLEAR(state->run_type);

@@ -299,6 +299,9 @@ RUN_NUMBER(group, run->plan.group)
 RUN_NUMBER(epoch, run->plan.epoch)
 RUN_NUMBER(serial, run->plan.serial)
 RUN_NUMBER(kind, run->plan.kind)
+RUN_NUMBER(first_position, run->plan.first_position)
+RUN_NUMBER(seed_key, run->plan.seed_key)
+RUN_NUMBER(seed_start, run->plan.seed_start)
 
 static PyGetSetDef run_getset[] = {
     {"slot", run_get_slot, NULL, "Slot that is being filled.", NULL},
@@ -308,6 +311,9 @@ static PyGetSetDef run_getset[] = {
     {"epoch", run_get_epoch, NULL, "Epoch of the batch, or validation run.", NULL},
     {"serial", run_get_serial, NULL, "Order of delivery of the batch.", NULL},
     {"kind", run_get_kind, NULL, "TRAINING or VALIDATION.", NULL},
+    {"first_position", run_get_first_position, NULL, "Position of the batch's first item.", NULL},
+    {"seed_key", run_get_seed_key, NULL, "Key of the batch's seeds.", NULL},
+    {"seed_start", run_get_seed_start, NULL, "Where the batch's seeds start.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -78,6 +78,10 @@ class LoadJob:
     nice: int
     skips_items: bool
 
+    def make_loader(self, arena: _core.Arena) -> ItemLoader:
+        """What loads the items in a loader process."""
+        return ItemLoader(arena, self)
+
 
 class _ItemError(Exception):
     """Carries which item of a run failed, with the exception as its cause."""

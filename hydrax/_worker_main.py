@@ -10,19 +10,48 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Protocol
 
 from hydrax import _context, _core
 from hydrax._failures import STARTING_UP
-from hydrax._item_loader import ItemLoader, LoadJob
+from hydrax._random import ItemRandom
 from hydrax._stacks import offer_stacks
 from hydrax.errors import HydraxError
 
-__all__ = ["leave", "leave_group", "run_worker", "signals_held"]
+__all__ = ["Job", "RunLoader", "leave", "leave_group", "run_worker", "signals_held"]
 
 # Time slice of a loader process; the usual one is about 3 ms.
 _SLICE_NS = 20_000_000
+
+
+class RunLoader(Protocol):
+    """Loads runs of items in a loader process."""
+
+    @property
+    def random(self) -> ItemRandom:
+        """The global generators' switch."""
+
+    def load(self, run: _core.Run) -> None:
+        """Load a run's items and end the run."""
+
+    def fail(self, run: _core.Run, error: BaseException, stage: str) -> None:
+        """End a run as failed without loading it."""
+
+
+class Job(Protocol):
+    """What the loader processes of an arena do; the same for all of them."""
+
+    @property
+    def nice(self) -> int:
+        """Added to their niceness."""
+
+    @property
+    def startup_func(self) -> Callable[[], None] | None:
+        """Called once in each of them before it loads."""
+
+    def make_loader(self, arena: _core.Arena) -> RunLoader:
+        """What loads there."""
 
 
 def _refuse_breakpoint(*args: Any, **kwargs: Any) -> NoReturn:
@@ -51,7 +80,7 @@ def signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _settle_in(job: LoadJob, index: int, stack_fd: int) -> None:
+def _settle_in(job: Job, index: int, stack_fd: int) -> None:
     """Make this process a good worker: quiet, guarded, and out of the way of the others."""
     # Ctrl+C and kill go to a whole process group; it is for the main process to act on them, so
     # this process leaves its group, and what came until then is dropped. When the main process
@@ -80,9 +109,7 @@ def _settle_in(job: LoadJob, index: int, stack_fd: int) -> None:
     _context.enter_worker(index)
 
 
-def run_worker(
-    arena: _core.Arena, job: LoadJob, index: int, trainer_fd: int, stack_fd: int
-) -> None:
+def run_worker(arena: _core.Arena, job: Job, index: int, trainer_fd: int, stack_fd: int) -> None:
     """Be loader process number index until the arena is closed or the trainer ends.
 
     Args:
@@ -94,7 +121,7 @@ def run_worker(
     """
     _settle_in(job, index, stack_fd)
     _core.start_guard(os.dup(trainer_fd))
-    loader = ItemLoader(arena, job)
+    loader = job.make_loader(arena)
     loader.random.install()
     failure: BaseException | None = None
     if job.startup_func is not None:

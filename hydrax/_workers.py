@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 from hydrax import _core, _spawned
-from hydrax._item_loader import LoadJob
 from hydrax._jax_watch import is_jax_running
 from hydrax._memory import available_nbytes, format_nbytes
 from hydrax._stacks import Process, Stack, StackFiles
-from hydrax._worker_main import leave, leave_group, run_worker, signals_held
+from hydrax._worker_main import Job, leave, leave_group, run_worker, signals_held
 from hydrax.errors import WorkerDiedError, WorkerStartError
 
 __all__ = ["StartMethod", "WorkerPool"]
@@ -64,7 +63,7 @@ class WorkerPool:
         timeout_s: How long a fresh process may take to be ready; None waits for ever.
         max_restarts: How many processes that have ended on their own are replaced.
         indices_of: Positions in the group of the ``count`` items from ``first`` on of a batch with
-            a serial number, as ``indices_of(serial, first, count)``.
+            a serial number, as ``indices_of(serial, first, count)``; None leaves them out.
 
     Attributes:
         restart_count: Processes that have been replaced so far.
@@ -76,11 +75,11 @@ class WorkerPool:
         arena: _core.Arena,
         count: int,
         start_method: StartMethod,
-        job: LoadJob,
+        job: Job,
         packed_job: bytes | None,
         timeout_s: float | None,
-        max_restarts: int,
-        indices_of: Callable[[int, int, int], list[int]],
+        max_restarts: int = 0,
+        indices_of: Callable[[int, int, int], list[int]] | None = None,
     ) -> None:
         self._arena = arena
         self._count = count
@@ -244,7 +243,7 @@ class WorkerPool:
             WorkerDiedError: ``max_restarts`` processes have been replaced already.
             WorkerStartError: Another process could not be started.
         """
-        error = self._bury(index, describe)
+        error = self.bury(index, describe)
         if self.restart_count >= self._max_restarts:
             raise error
         self.restart_count += 1
@@ -257,7 +256,7 @@ class WorkerPool:
         )
         self._start_workers((index,))
 
-    def _bury(self, index: int, describe: Callable[[int, int], str]) -> WorkerDiedError:
+    def bury(self, index: int, describe: Callable[[int, int], str]) -> WorkerDiedError:
         """Collect a worker that has ended on its own, as the error that says so."""
         worker = self._workers.pop(index)
         self._arena.watch(index, -1)
@@ -271,7 +270,7 @@ class WorkerPool:
         doing = " while it waited for work" if is_started else " before it had started"
         if item is not None and run is not None:
             doing = f" while loading {describe(*item)}"
-            indices = tuple(self._indices_of(*run))
+            indices = tuple(self._indices_of(*run)) if self._indices_of is not None else ()
             if len(indices) > 1:
                 listed = ", ".join(map(str, indices[:_LISTED_ITEMS]))
                 rest = len(indices) - _LISTED_ITEMS
