@@ -225,11 +225,12 @@ def test_a_deleted_file_is_the_same_error_at_each_call_and_the_process_goes_on(
     measured: str, draw_twice: Any
 ) -> None:
     draw, init, get_batch = draw_twice
-    state, good = draw(init(seed=1))
+    _, good = draw(init(seed=1))
     os.rename(measured, measured + ".kept")
     texts = []
     for _ in range(2):
-        with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        # JAX makes a ValueError of it where it had compiled the program before.
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError)) as caught:
             # What was loaded ahead is still there; from another chain nothing is.
             jax.block_until_ready(draw(init(seed=2)))
         texts.append(str(caught.value))
@@ -241,10 +242,11 @@ def test_a_deleted_file_is_the_same_error_at_each_call_and_the_process_goes_on(
         assert "No such file or directory; rows " in text
         assert "measured.h5" in text
     os.rename(measured + ".kept", measured)
-    again, repeated = draw(init(seed=1))
-    assert_equal(repeated, good)
-    rows_of(draw(again)[1])
-    rows_of(draw(state)[1])
+    assert_equal(draw(init(seed=1))[1], good)
+    state = init(seed=3)
+    for _ in range(5):
+        state, batch = draw(state)
+        rows_of(batch)
 
 
 def test_a_damaged_file_is_an_error_with_its_type_and_the_rows(tmp_path: Path) -> None:
