@@ -193,7 +193,9 @@ def _struct_of(spec: Any) -> jax.ShapeDtypeStruct:
             f"an element of the pipeline holds {spec}, whose shape is not known; make all shapes "
             "equal, and say so with tf.ensure_shape or an output_signature"
         )
-    return jax.ShapeDtypeStruct(tuple(spec.shape), spec.dtype.as_numpy_dtype)
+    return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+        tuple(spec.shape), spec.dtype.as_numpy_dtype
+    )
 
 
 def _count_elements(pipeline: tf.data.Dataset) -> int:
