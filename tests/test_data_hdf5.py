@@ -146,7 +146,9 @@ def test_a_sample_names_the_data_sets_of_other_files(measured: str) -> None:
 def test_the_same_rows_are_drawn_as_from_arrays(measured: str, options: dict[str, bool]) -> None:
     drawn = []
     for loader in (HDF5Loader(measured, "/run"), NumpyDataLoader(y=np.arange(1000))):
-        init, get_batch, release = random_reference_data(loader, 3, 33)
+        with h5py.File(measured) as file:  # open here when the processes begin
+            assert file["run/y"][3] == 3
+            init, get_batch, release = random_reference_data(loader, 3, 33, worker_count=8)
         try:
 
             @jax.jit

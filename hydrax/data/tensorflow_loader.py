@@ -31,6 +31,7 @@ except ImportError as error:
 from hydrax._arguments import check_int
 from hydrax.data._draws import Chain, random_chain
 from hydrax.data._host import SourceDataLoader
+from hydrax.data._loaders import array_struct
 from hydrax.data._passes import PassDraws
 from hydrax.data._source import DrawSource
 
@@ -193,9 +194,7 @@ def _struct_of(spec: Any) -> jax.ShapeDtypeStruct:
             f"an element of the pipeline holds {spec}, whose shape is not known; make all shapes "
             "equal, and say so with tf.ensure_shape or an output_signature"
         )
-    return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-        tuple(spec.shape), spec.dtype.as_numpy_dtype
-    )
+    return array_struct(tuple(spec.shape), spec.dtype.as_numpy_dtype)
 
 
 def _count_elements(pipeline: tf.data.Dataset) -> int:
