@@ -146,7 +146,9 @@ def test_a_sample_names_the_data_sets_of_other_files(measured: str) -> None:
 def test_the_same_rows_are_drawn_as_from_arrays(measured: str, options: dict[str, bool]) -> None:
     drawn = []
     for loader in (HDF5Loader(measured, "/run"), NumpyDataLoader(y=np.arange(1000))):
-        init, get_batch, release = random_reference_data(loader, 3, 33)
+        with h5py.File(measured) as file:  # open here when the processes begin
+            assert file["run/y"][3] == 3
+            init, get_batch, release = random_reference_data(loader, 3, 33, worker_count=8)
         try:
 
             @jax.jit
@@ -225,11 +227,12 @@ def test_a_deleted_file_is_the_same_error_at_each_call_and_the_process_goes_on(
     measured: str, draw_twice: Any
 ) -> None:
     draw, init, get_batch = draw_twice
-    state, good = draw(init(seed=1))
+    _, good = draw(init(seed=1))
     os.rename(measured, measured + ".kept")
     texts = []
     for _ in range(2):
-        with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        # JAX makes a ValueError of it where it had compiled the program before.
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError)) as caught:
             # What was loaded ahead is still there; from another chain nothing is.
             jax.block_until_ready(draw(init(seed=2)))
         texts.append(str(caught.value))
@@ -241,10 +244,11 @@ def test_a_deleted_file_is_the_same_error_at_each_call_and_the_process_goes_on(
         assert "No such file or directory; rows " in text
         assert "measured.h5" in text
     os.rename(measured + ".kept", measured)
-    again, repeated = draw(init(seed=1))
-    assert_equal(repeated, good)
-    rows_of(draw(again)[1])
-    rows_of(draw(state)[1])
+    assert_equal(draw(init(seed=1))[1], good)
+    state = init(seed=3)
+    for _ in range(5):
+        state, batch = draw(state)
+        rows_of(batch)
 
 
 def test_a_damaged_file_is_an_error_with_its_type_and_the_rows(tmp_path: Path) -> None:
@@ -295,42 +299,56 @@ def test_two_threads_get_right_rows_from_one_loader(measured: str) -> None:
 
 @pytest.mark.slow
 def test_data_larger_than_memory_take_as_much_memory_as_the_cache(tmp_path: Path) -> None:
-    """64 GB with holes, drawn from by processes that are told when one of them grows."""
-    name = tmp_path / "large.h5"
-    with h5py.File(name, "w") as file:
+    """64 GB with holes, in an HDF5 file and as a mapped array of NumPy."""
+    with h5py.File(tmp_path / "large.h5", "w") as file:
         data_set = file.create_dataset("x", (2**26, 256), "f4")
         data_set[-1] = np.arange(256)
-        file["y"] = np.zeros(2**26, np.int8)
+    with open(tmp_path / "large", "wb") as raw:
+        raw.truncate(2**36)
     script = f"""
-        import jax, numpy, psutil
+        import jax, mmap, numpy, psutil
+        from pathlib import Path
         from hydrax.data import random_reference_data
         from hydrax.data.hdf5_loader import HDF5Loader
+        from hydrax.data.numpy_loader import NumpyDataLoader
 
-        def private_nbytes():
+        def own_nbytes():
             this = psutil.Process()
-            return sum(p.memory_full_info().uss for p in [this, *this.children(recursive=True)])
+            total = 0
+            for process in [this, *this.children(recursive=True)]:
+                text = Path(f"/proc/{{process.pid}}/smaps_rollup").read_text()
+                total += int(text.split("Anonymous:")[1].split()[0]) * 1024
+            return total
 
-        loader = HDF5Loader({str(name)!r}, "/")
-        init, get_batch, release = random_reference_data(loader, 10, 32)
+        def growth(loader):
+            init, get_batch, release = random_reference_data(loader, 10, 32)
 
-        @jax.jit
-        def draws(state):
-            def step(state, _):
-                state, batch = get_batch(state)
-                return state, batch["x"].sum()
-            return jax.lax.scan(step, state, length=500)
+            @jax.jit
+            def draws(state):
+                def step(state, _):
+                    state, batch = get_batch(state)
+                    return state, batch["x"].sum()
+                return jax.lax.scan(step, state, length=60)
 
-        state, sums = draws(init(seed=1))
-        before = private_nbytes()
-        state, sums = draws(state)
-        assert not numpy.asarray(sums).any()
-        print(private_nbytes() - before)
-        release()
+            state, sums = draws(init(seed=1))
+            before = own_nbytes()
+            state, sums = draws(state)
+            assert not numpy.asarray(sums).any()
+            print(own_nbytes() - before)
+            release()
+
+        folder = Path({str(tmp_path)!r})
+        growth(HDF5Loader(folder / "large.h5", "/"))
+        with open(folder / "large", "rb") as raw:
+            mapped = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped.madvise(mmap.MADV_RANDOM)
+        growth(NumpyDataLoader(copy=False, x=numpy.frombuffer(mapped, "f4").reshape(-1, 256)))
     """
     output = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
     ).stdout
-    assert int(output) < 50e6
+    for nbytes in output.split():
+        assert int(nbytes) < 20e6
 
 
 @pytest.mark.parametrize(

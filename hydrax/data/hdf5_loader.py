@@ -139,7 +139,7 @@ def _name_of(key: Any) -> str:
     if isinstance(key, jax.tree_util.SequenceKey):
         return f"list_element_{key.idx}"
     if isinstance(key, jax.tree_util.GetAttrKey):
-        return key.name
+        return str(key.name)
     if isinstance(key, jax.tree_util.DictKey):
         return str(key.key)
     raise TypeError(f"sample has a node without names at {key}; use dictionaries, lists or fields")
