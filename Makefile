@@ -20,7 +20,8 @@ bin := $(venv)/bin
 build := build/$(tag)
 
 core := hydrax/_core.abi3.so
-core_sources := $(sort $(wildcard csrc/hx_*.c))
+# The handlers for XLA need its header; what drives the core alone does without them.
+core_sources := $(filter-out csrc/hx_xla.c,$(sort $(wildcard csrc/hx_*.c)))
 sources := $(wildcard csrc/*.c csrc/*.h)
 c_files := $(sources) $(wildcard tests/core/*.c tests/core/*.h)
 stress := tests/core/stress.c
@@ -132,7 +133,7 @@ $(build)/stress-address: $(c_files) Makefile
 	$(CC) $(sanitize_flags) -fsanitize=address,undefined -fno-sanitize-recover=undefined \
 		-Icsrc $(core_sources) $(stress) -o $@
 
-$(build)/asan/made: setup.py pyproject.toml $(sources) $(wildcard hydrax/*.py hydrax/*/*.py) | $(venv)/.made
+$(build)/asan/made: setup.py pyproject.toml $(sources) $(wildcard hydrax/*.py hydrax/*/*.py) | $(venv)/.test
 	rm -rf $(@D) build/sanitize
 	HYDRAX_SANITIZE=1 $(pip) --no-build-isolation --no-deps --target $(@D) .
 	@touch $@
