@@ -17,6 +17,7 @@ struct core_state {
     PyTypeObject *arena_type;
     PyTypeObject *items_type;
     PyTypeObject *lease_type;
+    PyTypeObject *mapping_type;
     PyTypeObject *plan_type;
     PyTypeObject *run_type;
     PyTypeObject *tensor_type;
@@ -26,6 +27,7 @@ struct core_state {
 PyTypeObject *core_make_arena_type(PyObject *module);
 PyTypeObject *core_make_items_type(PyObject *module);
 PyTypeObject *core_make_lease_type(PyObject *module);
+PyTypeObject *core_make_mapping_type(PyObject *module);
 PyTypeObject *core_make_plan_type(PyObject *module);
 PyTypeObject *core_make_run_type(PyObject *module);
 PyTypeObject *core_make_tensor_type(PyObject *module);
@@ -50,6 +52,7 @@ const struct hx_plan *core_plan_get(struct core_state *state, PyObject *object);
 int core_random_begin(uint64_t seed);
 
 /* Functions of the module, defined next to what they are about. */
+PyObject *core_checksum(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *core_start_guard(PyObject *module, PyObject *argument);
 PyObject *core_take_slices(PyObject *module, PyObject *argument);
 PyObject *core_random_capsule(PyObject *module, PyObject *inner);
