@@ -81,6 +81,13 @@ class _Header(NamedTuple):
     additional_check: int
 
 
+class _Known(NamedTuple):
+    """A file that is known to be right."""
+
+    stamp: tuple[int, ...]  # changes when the file does
+    header: _Header
+
+
 class CachedBatch(NamedTuple):
     """A batch as it lies in its file.
 
@@ -116,12 +123,14 @@ class PendingFile:
         path: The name that it has until then.
         fd: Open descriptor, which holds the lock that tells others that the file is in use.
         nbytes: Its size.
+        header: What its header says.
     """
 
     key: Key
     path: str
     fd: int
     nbytes: int
+    header: _Header
 
     def abandon(self) -> None:
         """Remove the file."""
@@ -177,10 +186,11 @@ class CacheFolder:
         self._descriptor = {"format": _FORMAT, "version": _VERSION, **facts}
         self._layouts = layouts
         self._batch_size = next(iter(layouts.values())).shape[0]
+        self._arrays_nbytes = _arrays_nbytes(layouts)
         self._is_readonly = is_readonly
         self._identity = _identity(self._descriptor)
-        # Files whose arrays were found right, by what changes when a file does.
-        self._verified: dict[Key, tuple[int, ...]] = {}
+        # Files whose headers and arrays are known to be right.
+        self._verified: dict[Key, _Known] = {}
 
     @property
     def layouts(self) -> Mapping[str, ArrayLayout]:
@@ -247,13 +257,14 @@ class CacheFolder:
         return os.path.join(self.path, key.file_name)
 
     def has(self, key: Key) -> bool:
-        """Whether a batch has a file; not whether it is a good one."""
-        return os.path.exists(self.path_of(key))
+        """Whether a batch has a file, or had a good one; read() finds out about it."""
+        return key in self._verified or os.path.exists(self.path_of(key))
 
     def read(self, key: Key, item_count: int | None) -> CachedBatch:
         """Map a batch's file, with all of it in memory and checked.
 
-        The arrays are checked when the file is first read here, and after it has been replaced.
+        The arrays are checked when the file is first read here, unless it was written here, and
+        whenever it is another file or has been changed since.
 
         Args:
             key: Which batch.
@@ -263,6 +274,13 @@ class CacheFolder:
             DamagedFileError: It is not what it should be, or is missing; says why.
         """
         path = self.path_of(key)
+        try:
+            return self._read(path, key, item_count)
+        except DamagedFileError:
+            self._verified.pop(key, None)
+            raise
+
+    def _read(self, path: str, key: Key, item_count: int | None) -> CachedBatch:
         try:
             # Whatever somebody may have put there, opening it must not wait.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -279,36 +297,45 @@ class CacheFolder:
 
     def _read_open(self, fd: int, path: str, key: Key, item_count: int | None) -> CachedBatch:
         status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise DamagedFileError(path, "it is no plain file")
-        arrays_nbytes = _arrays_nbytes(self._layouts)
-        header = _parse_header(path, os.pread(fd, _HEADER_NBYTES, 0))
-        if item_count is None and 1 <= header.item_count <= self._batch_size:
-            item_count = header.item_count
-        identity = (item_count, self._identity, *key, arrays_nbytes)
-        if item_count is None or header[: len(identity)] != identity:
-            raise DamagedFileError(path, "it belongs to another cache or another batch")
-        additional_nbytes = header.additional_nbytes
-        wanted = _HEADER_NBYTES + arrays_nbytes + additional_nbytes
-        if status.st_size != wanted:
-            raise DamagedFileError(path, f"it has {status.st_size} bytes instead of {wanted}")
-        mapping = _core.Mapping(fd, _HEADER_NBYTES + arrays_nbytes, _HEADER_NBYTES)
+        stamp = _stamp(status)
+        known = self._verified.get(key)
+        if known is not None and known.stamp == stamp:
+            header = known.header
+        else:
+            known = None
+            if not stat.S_ISREG(status.st_mode):
+                raise DamagedFileError(path, "it is no plain file")
+            header = _parse_header(path, os.pread(fd, _HEADER_NBYTES, 0))
+            self._check_header(path, header, key, item_count, status.st_size)
+        mapping = _core.Mapping(fd, _HEADER_NBYTES + header.arrays_nbytes, _HEADER_NBYTES)
         mapping.populate()
-        stamp = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
-        if self._verified.get(key) != stamp:
-            if (
-                _checksum(_parts(memoryview(mapping), self._layouts, item_count))
-                != header.arrays_check
-            ):
+        if known is None:
+            parts = _parts(memoryview(mapping), self._layouts, header.item_count)
+            if _checksum(parts) != header.arrays_check:
                 raise DamagedFileError(path, "the checksum of its arrays is wrong")
-            self._verified[key] = stamp
-        additional = os.pread(fd, additional_nbytes, _HEADER_NBYTES + arrays_nbytes)
+            self._verified[key] = _Known(stamp, header)
+        if header.additional_nbytes == 0:
+            return CachedBatch(mapping, None)
+        additional = os.pread(fd, header.additional_nbytes, _HEADER_NBYTES + header.arrays_nbytes)
         if _core.checksum(additional, 0) != header.additional_check:
             raise DamagedFileError(path, "the checksum of its additional results is wrong")
         try:
             return CachedBatch(mapping, decode_additional(additional))
         except ValueError as error:
             raise DamagedFileError(path, str(error)) from error
+
+    def _check_header(
+        self, path: str, header: _Header, key: Key, item_count: int | None, nbytes: int
+    ) -> None:
+        """Check what a header says against what is wanted, and against the size of the file."""
+        if item_count is None and 1 <= header.item_count <= self._batch_size:
+            item_count = header.item_count
+        wanted = (item_count, self._identity, *key, self._arrays_nbytes)
+        if header[: len(wanted)] != wanted:
+            raise DamagedFileError(path, "it belongs to another cache or another batch")
+        wanted_nbytes = _HEADER_NBYTES + header.arrays_nbytes + header.additional_nbytes
+        if nbytes != wanted_nbytes:
+            raise DamagedFileError(path, f"it has {nbytes} bytes instead of {wanted_nbytes}")
 
     def write(
         self, key: Key, item_count: int, memory: memoryview, additional: bytes
@@ -324,28 +351,26 @@ class CacheFolder:
         Raises:
             OSError: It could not be written, for lack of room above all. Nothing is left of it.
         """
-        arrays_nbytes = _arrays_nbytes(self._layouts)
-        header = _HEADER.pack(
-            _MAGIC,
-            _VERSION,
+        header = _Header(
             item_count,
             self._identity,
             *key,
-            arrays_nbytes,
+            self._arrays_nbytes,
             len(additional),
             _checksum(_parts(memory, self._layouts, item_count)),
             _core.checksum(additional, 0),
         )
-        header += _CHECK.pack(_core.checksum(header, 0))
-        nbytes = _HEADER_NBYTES + arrays_nbytes + len(additional)
+        packed = _HEADER.pack(_MAGIC, _VERSION, *header)
+        packed += _CHECK.pack(_core.checksum(packed, 0))
+        nbytes = _HEADER_NBYTES + self._arrays_nbytes + len(additional)
         path = os.path.join(self.path, f"{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
-        pending = PendingFile(key, path, _create(path), nbytes)
+        pending = PendingFile(key, path, _create(path), nbytes, header)
         try:
             os.ftruncate(pending.fd, nbytes)
-            _write_all(pending.fd, header, 0)
+            _write_all(pending.fd, packed, 0)
             for offset, part in _parts(memory, self._layouts, item_count):
                 _write_all(pending.fd, part, _HEADER_NBYTES + offset)
-            _write_all(pending.fd, additional, _HEADER_NBYTES + arrays_nbytes)
+            _write_all(pending.fd, additional, _HEADER_NBYTES + self._arrays_nbytes)
         except BaseException:
             pending.abandon()
             raise
@@ -370,6 +395,7 @@ class CacheFolder:
                 with contextlib.suppress(FileNotFoundError):
                     os.rename(file.path, self.path_of(file.key))
                     saved.append(file.key)
+                    self._verified[file.key] = _Known(_stamp(os.fstat(file.fd)), file.header)
                 os.close(left.pop(0).fd)
             _sync_folder(self.path)
         finally:
@@ -395,17 +421,15 @@ def read_descriptor(folder: str) -> dict[str, Any]:
     """The descriptor of the cache in a folder.
 
     Raises:
-        FileNotFoundError: There is none.
-        CacheError: It cannot be read, or is of another version.
+        OSError: It cannot be read; FileNotFoundError if there is none.
+        CacheError: It is damaged, or is of something else.
     """
     path = os.path.join(folder, DESCRIPTOR_NAME)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as file:
             found = json.loads(file.read())
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CacheError(f"the descriptor {path!r} of a cache cannot be read: {error}") from error
     if not isinstance(found, dict) or found.get("format") != _FORMAT:
         raise CacheError(f"{path!r} is not the descriptor of a cache that this Hydrax reads")
@@ -447,6 +471,11 @@ def stale_files(folder: str) -> Iterator[str]:
             pass  # in use, or there are no locks here
         finally:
             os.close(fd)
+
+
+def _stamp(status: os.stat_result) -> tuple[int, ...]:
+    """What is another one once a file has been replaced or written to."""
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _create(path: str) -> int:

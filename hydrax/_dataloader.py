@@ -762,8 +762,9 @@ class Dataloader(Generic[D]):
         pending = self._pending
         assert self._waiter is not None
         caching.begin()
-        self._plan_ahead()
         start = time.monotonic_ns()
+        if not pending:
+            self._plan_ahead()
         while not pending and self._next_planned is not None:
             caching.wait_for(self._next_planned, self._check_interrupted)
             self._plan_ahead()
