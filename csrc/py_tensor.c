@@ -17,14 +17,15 @@ static int check_extent(const struct hx_dlpack_memory *memory, const struct hx_d
     int is_inside = spec->offset <= limit;
     for (int32_t i = 0; i < spec->ndim; i++) {
         if (spec->shape[i] == 0)
-            return is_inside ? 0 : (PyErr_SetString(PyExc_ValueError, "outside the memory"), -1);
+            return is_inside ? 0
+                             : (PyErr_SetString(PyExc_ValueError, "outside the slot or file"), -1);
     }
     for (int32_t i = 0; is_inside && i < spec->ndim; i++) {
         is_inside = spec->shape[i] > 0 && nbytes <= limit / (uint64_t)spec->shape[i];
         nbytes *= (uint64_t)spec->shape[i];
     }
     if (!is_inside || nbytes > limit - spec->offset) {
-        PyErr_SetString(PyExc_ValueError, "the array does not fit into the memory");
+        PyErr_SetString(PyExc_ValueError, "the array does not fit into the slot or file");
         return -1;
     }
     return 0;

@@ -295,6 +295,7 @@ def test_packed_dtypes_come_back_by_a_copy(tmp_path):
         assert batch[3]["x"] == ("int4", [[number - 3] * 5 for number in batch[2][1]])
 
 
+@pytest.mark.sanitize
 def test_a_file_is_mapped_as_long_as_an_array_of_it_lives(load, tmp_path):
     group = numbers(tmp_path)
     run_all(load, group, end_at=("epoch", 1))
@@ -653,6 +654,7 @@ def test_a_pickle_in_a_cache_is_damage(tmp_path):
     assert not (tmp_path / "exploded").exists()
 
 
+@pytest.mark.sanitize
 def test_the_checksum_is_xxh64():
     assert _core.checksum(b"", 0) == 0xEF46DB3751D8E999
     assert _core.checksum(b"a", 0) == 0xD24EC4F1A98C6E5B
@@ -666,6 +668,7 @@ def test_the_checksum_is_xxh64():
         data[position] ^= 1
 
 
+@pytest.mark.sanitize
 def test_a_mapping_refuses_what_lies_outside(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(range(200)))
