@@ -33,6 +33,7 @@ BENCHMARKS = (
     "small_items",
     "large_items",
     "tokens",
+    "cache",
     "rows",
     "jpeg_folder",
     "ready_batch",

@@ -18,6 +18,7 @@ struct core_state {
     PyTypeObject *items_type;
     PyTypeObject *draws_type;
     PyTypeObject *lease_type;
+    PyTypeObject *mapping_type;
     PyTypeObject *plan_type;
     PyTypeObject *run_type;
     PyTypeObject *tensor_type;
@@ -28,6 +29,7 @@ PyTypeObject *core_make_arena_type(PyObject *module);
 PyTypeObject *core_make_items_type(PyObject *module);
 PyTypeObject *core_make_draws_type(PyObject *module);
 PyTypeObject *core_make_lease_type(PyObject *module);
+PyTypeObject *core_make_mapping_type(PyObject *module);
 PyTypeObject *core_make_plan_type(PyObject *module);
 PyTypeObject *core_make_run_type(PyObject *module);
 PyTypeObject *core_make_tensor_type(PyObject *module);
@@ -57,6 +59,7 @@ int core_random_begin(uint64_t seed);
 /* Functions of the module, defined next to what they are about. */
 PyObject *core_draw_handler(PyObject *module, PyObject *unused);
 PyObject *core_watch_interrupts(PyObject *module, PyObject *unused);
+PyObject *core_checksum(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *core_start_guard(PyObject *module, PyObject *argument);
 PyObject *core_take_slices(PyObject *module, PyObject *argument);
 PyObject *core_random_capsule(PyObject *module, PyObject *inner);

@@ -47,6 +47,7 @@ static PyObject *core_mix(PyObject *module, PyObject *const *args, Py_ssize_t na
     return PyLong_FromUnsignedLongLong(hx_mix(a, b));
 }
 
+PyDoc_STRVAR(checksum_doc, "checksum(buffer, seed, /)\n--\n\nXXH64 of a buffer's bytes.");
 PyDoc_STRVAR(guard_doc, "start_guard(trainer_fd, /)\n--\n\n"
                         "End this process when the process behind the pidfd ends.\n\n"
                         "Takes the descriptor.");
@@ -70,6 +71,7 @@ PyDoc_STRVAR(take_seed_doc, "random_take_seed()\n--\n\n"
 static PyMethodDef core_functions[] = {
     {"permute", (PyCFunction)(void (*)(void))core_permute, METH_FASTCALL, permute_doc},
     {"mix", (PyCFunction)(void (*)(void))core_mix, METH_FASTCALL, mix_doc},
+    {"checksum", (PyCFunction)(void (*)(void))core_checksum, METH_FASTCALL, checksum_doc},
     {"start_guard", core_start_guard, METH_O, guard_doc},
     {"take_slices", core_take_slices, METH_O, slices_doc},
     {"draw_handler", core_draw_handler, METH_NOARGS, draw_handler_doc},
@@ -108,6 +110,7 @@ static int core_exec(PyObject *module)
         add_type(module, &state->tensor_type, core_make_tensor_type(module)) < 0 ||
         add_type(module, &state->lease_type, core_make_lease_type(module)) < 0 ||
         add_type(module, &state->items_type, core_make_items_type(module)) < 0 ||
+        add_type(module, &state->mapping_type, core_make_mapping_type(module)) < 0 ||
         add_type(module, &state->arena_type, core_make_arena_type(module)) < 0 ||
         add_type(module, &state->draws_type, core_make_draws_type(module)) < 0)
         return -1;
@@ -138,6 +141,7 @@ static int core_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->items_type);
     Py_VISIT(state->draws_type);
     Py_VISIT(state->lease_type);
+    Py_VISIT(state->mapping_type);
     Py_VISIT(state->plan_type);
     Py_VISIT(state->run_type);
     Py_VISIT(state->tensor_type);
@@ -151,6 +155,7 @@ static int core_clear(PyObject *module)
     Py_CLEAR(state->items_type);
     Py_CLEAR(state->draws_type);
     Py_CLEAR(state->lease_type);
+    Py_CLEAR(state->mapping_type);
     Py_CLEAR(state->plan_type);
     Py_CLEAR(state->run_type);
     Py_CLEAR(state->tensor_type);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "TrainingBatch", "ValidationBatch", "make_batch"]
 
 D = TypeVar("D")
+
+KeepFunc = Callable[
+    [PlannedBatch, "Mapping[str, jax.Array]", "Mapping[str, Sequence[Any]]"], object
+]
 
 _NO_ADDITIONAL: Mapping[str, list[Any]] = MappingProxyType({})
 _NONE_SKIPPED: Mapping[int, LoaderError] = MappingProxyType({})
@@ -65,6 +69,9 @@ class Batch(Generic[D]):
         "_arrays",
         "_group",
         "_indices",
+        "_is_uncached",
+        "_keep",
+        "_layouts",
         "_memory",
         "_planned",
         "_skipped",
@@ -75,6 +82,9 @@ class Batch(Generic[D]):
     _arrays: Mapping[str, jax.Array]
     _additional: Mapping[str, list[Any]]
     _indices: list[int] | None
+    _is_uncached: bool
+    _keep: KeepFunc | None
+    _layouts: Mapping[str, ArrayLayout] | None
     _memory: range
     _skipped: Mapping[int, LoaderError]
 
@@ -174,8 +184,8 @@ class Batch(Generic[D]):
 
     @property
     def layouts(self) -> Mapping[str, ArrayLayout]:
-        """Layouts of the arrays; see :attr:`DataGroup.loader_layouts`."""
-        return self._group.loader_layouts
+        """Layouts of the arrays: the group's loader_layouts, or its cache_layouts once cached."""
+        return self._layouts or {}
 
     @property
     def is_training(self) -> bool:
@@ -189,8 +199,12 @@ class Batch(Generic[D]):
 
     @property
     def uncached(self) -> bool:
-        """Whether the loader function loaded it; always, as there is no disk cache yet."""
-        return True
+        """Whether the disk cache has no part in it, so far.
+
+        False for what comes from the cache, for what the loader function has loaded and the cache
+        keeps as it is, and after :meth:`cache`.
+        """
+        return self._is_uncached
 
     def cache(
         self,
@@ -199,16 +213,82 @@ class Batch(Generic[D]):
         *,
         persist: bool = True,
     ) -> None:
-        """Keep the batch in the disk cache, which is not available yet.
+        """Turn this loaded batch into a cached one, and keep that in the disk cache.
+
+        Afterwards the batch has these arrays and additional results in place of the loaded ones,
+        whose memory it gives back. In later epochs, and in later runs, it comes like this from the
+        cache. The arrays are written as soon as JAX has computed them, beside training; do not
+        donate them before.
+
+        Args:
+            arrays: One for each of the group's cache_arrays, of the batch's items, in the dtype
+                that JAX has there.
+            additional: Key to one value per item: what JSON has, tuples, bytes, NumPy arrays and
+                scalars.
+            persist: Whether to keep it; otherwise only the batch changes, as it does without a
+                cache_location and with cache_readonly.
 
         Raises:
-            NotImplementedError: Always.
+            RuntimeError: The batch is cached already, the group has no cache_arrays, or the
+                Dataloader's block has been left.
+            TypeError: An array is no jax.Array, or an additional result cannot be kept.
+            ValueError: An array is missing, unknown, or of another shape or dtype.
+
+        Example:
+            >>> import tempfile, hydrax
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> group = hydrax.DataGroup(
+            ...     2,
+            ...     range(4),
+            ...     loader_arrays={"x": ((8,), "f4", "f4")},
+            ...     cache_arrays={"mean": ((), "f4", "f4")},
+            ...     cache_location=folder.name,
+            ... )
+            >>> def load(number, arrays, seed):
+            ...     print("load", number)
+            ...     arrays["x"][:] = number
+            >>> for run in range(2):
+            ...     with hydrax.Dataloader(
+            ...         load, group, end_at=("epoch", 1), loader_count=0
+            ...     ) as dataloader:
+            ...         for batch in dataloader:
+            ...             if batch.uncached:
+            ...                 batch.cache({"mean": batch.arrays["x"].mean(axis=1)})
+            ...             print(batch.arrays["mean"])
+            load 0
+            load 1
+            [0. 1.]
+            load 2
+            load 3
+            [2. 3.]
+            [0. 1.]
+            [2. 3.]
+            >>> folder.cleanup()
         """
-        raise NotImplementedError("the disk cache (Batch.cache) is not available yet")
+        if not self._is_uncached:
+            raise RuntimeError("the batch is cached already")
+        layouts = self._group.cache_layouts
+        if layouts is None:
+            raise RuntimeError("the batch's DataGroup has no cache_arrays")
+        _check_arrays(arrays, layouts, len(self))
+        for key, values in (additional or {}).items():
+            if len(values) != len(self):
+                raise ValueError(
+                    f"there are {len(values)} values under {key!r}; expected {len(self)}, "
+                    "one per item"
+                )
+        kept = {name: arrays[name] for name in layouts}
+        lists = {key: list(values) for key, values in (additional or {}).items()}
+        if persist and self._keep is not None:
+            self._keep(self._planned, kept, lists)
+        self._arrays = MappingProxyType(kept)
+        self._additional = MappingProxyType(lists)
+        self._layouts = layouts
+        self._is_uncached = False
 
     @property
     def is_zero_copy(self) -> bool:
-        """Whether all arrays are the shared memory that the loader function filled.
+        """Whether all arrays are the shared memory that was filled, or the file of the disk cache.
 
         So it is on the CPU, except for dtypes of less than 8 bits, which XLA packs. On other
         devices, with a placement_func that copies, and after :meth:`copy` it is False.
@@ -244,6 +324,9 @@ class Batch(Generic[D]):
         batch._arrays = MappingProxyType(copied)
         batch._additional = self._additional
         batch._indices = self._indices
+        batch._is_uncached = self._is_uncached
+        batch._keep = self._keep
+        batch._layouts = self._layouts
         batch._memory = self._memory
         batch._skipped = self._skipped
         return batch
@@ -331,6 +414,29 @@ class ValidationBatch(Batch[D]):
         )
 
 
+def _check_arrays(
+    arrays: Mapping[str, Any], layouts: Mapping[str, ArrayLayout], item_count: int
+) -> None:
+    """Check arrays that are to be cached."""
+    import jax
+
+    for name in arrays:
+        if name not in layouts:
+            raise ValueError(f"array {name!r} is not among the cache_arrays {list(layouts)}")
+    for name, layout in layouts.items():
+        if name not in arrays:
+            raise ValueError(f"array {name!r} of cache_arrays is missing")
+        array = arrays[name]
+        if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+            raise TypeError(f"array {name!r} is {type(array).__name__}; expected a jax.Array")
+        shape = (item_count, *layout.shape[1:])
+        if array.shape != shape:
+            raise ValueError(f"array {name!r} has shape {array.shape}, expected {shape}")
+        dtype = jax.dtypes.canonicalize_dtype(layout.jax_dtype)
+        if array.dtype != dtype:
+            raise ValueError(f"array {name!r} has dtype {array.dtype}, expected {dtype}")
+
+
 def make_batch(
     group: DataGroup[D],
     planned: PlannedBatch,
@@ -338,8 +444,24 @@ def make_batch(
     additional: dict[str, list[Any]] | None,
     memory: range,
     skipped: Mapping[int, LoaderError] | None,
+    *,
+    layouts: Mapping[str, ArrayLayout] | None,
+    is_uncached: bool = True,
+    keep: KeepFunc | None = None,
 ) -> Batch[D]:
-    """A batch, for the Dataloader; memory is the range of the arena's addresses."""
+    """A batch, for the Dataloader.
+
+    Args:
+        group: Its group.
+        planned: What is known of it.
+        arrays: Its arrays.
+        additional: Its additional results.
+        memory: Range of the addresses that are handed out without a copy.
+        skipped: Position to the error of each item that was left out.
+        layouts: Layouts of the arrays.
+        is_uncached: Whether the disk cache has no part in it.
+        keep: Saves what Batch.cache() makes of it; None does not.
+    """
     cls: Any = TrainingBatch if planned.kind == _core.TRAINING else ValidationBatch
     batch: Batch[D] = object.__new__(cls)
     batch._group = group
@@ -347,6 +469,9 @@ def make_batch(
     batch._arrays = MappingProxyType(arrays)
     batch._additional = _NO_ADDITIONAL if additional is None else MappingProxyType(additional)
     batch._indices = None
+    batch._is_uncached = is_uncached
+    batch._keep = keep
+    batch._layouts = layouts
     batch._memory = memory
     batch._skipped = MappingProxyType(skipped) if skipped else _NONE_SKIPPED
     return batch

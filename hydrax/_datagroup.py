@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any, Generic, Literal, TypeVar, overload
 
 from hydrax._arguments import check_int
@@ -55,9 +56,20 @@ class DataGroup(Sequence[D], Generic[D]):
             arrays of ``numpy_dtype``; JAX gets them as ``jax_dtype``. Where the two differ the
             values are converted in the loader process, and one that does not fit is an error.
             A :class:`~hydrax.Ragged` in the place of the three is for items of unequal length.
-        cache_arrays: Arrays of the disk cache, which is not available yet.
-        cache_location: Folder of the disk cache, which is not available yet.
+            Without loader_arrays all batches come from the disk cache.
+        cache_arrays: Arrays that you make of a loaded batch with :meth:`Batch.cache`, and that the
+            disk cache keeps in place of the loaded ones; spelled like loader_arrays. None keeps
+            what was loaded.
+        cache_location: Folder of the disk cache, which is made as needed. A cache holds the batches
+            of one group. Batches that are in it are read by mmap and not loaded.
         cache_readonly: Never write to the disk cache.
+        cache_bytes: Size that the batches in the disk cache may reach together. Once another one
+            does not fit, what is there stays, and what is not is loaded each time. None is no
+            limit.
+        cache_fingerprint: A string or int that says which data and which loader function the disk
+            cache is made from; change it with them. A cache with another one is refused. None
+            compares a sample of the descriptors instead, which knows nothing of what the loader
+            function reads and does.
         seed: Of shuffling and of the items' seeds.
         shuffle_first: Whether the first epoch is shuffled; otherwise it is in the data's order.
         shuffle_later: What changes in later epochs. ``"repeat"``: nothing. ``"reseed"``: new
@@ -71,8 +83,7 @@ class DataGroup(Sequence[D], Generic[D]):
 
     Raises:
         TypeError: An argument is of the wrong kind.
-        ValueError: No data, a batch_size below 1, an unknown mode, a negative dimension.
-        NotImplementedError: A disk cache is asked for.
+        ValueError: No data, no arrays, a batch_size below 1, an unknown mode, a negative dimension.
 
     Example:
         >>> import numpy as np
@@ -90,16 +101,13 @@ class DataGroup(Sequence[D], Generic[D]):
         cache_arrays: Mapping[str, tuple[Any, Any, Any]] | None = None,
         cache_location: str | os.PathLike[str] | None = None,
         cache_readonly: bool = False,
+        cache_bytes: int | None = None,
+        cache_fingerprint: str | int | None = None,
         seed: int = 0,
         shuffle_first: bool = False,
         shuffle_later: ShuffleMode = "default",
         remainder: RemainderMode = "drop",
     ) -> None:
-        if cache_arrays is not None or cache_location is not None or cache_readonly:
-            raise NotImplementedError(
-                "the disk cache (cache_arrays, cache_location, cache_readonly) is not available "
-                "yet; leave these arguments out to load every batch"
-            )
         wanted = check_int("batch_size", batch_size, minimum=1)
         if shuffle_later not in _SHUFFLE_MODES:
             raise ValueError(
@@ -109,9 +117,32 @@ class DataGroup(Sequence[D], Generic[D]):
             raise ValueError(
                 f"remainder is {remainder!r}; expected one of {', '.join(_REMAINDER_MODES)}"
             )
-        if loader_arrays is None:
-            raise ValueError("loader_arrays is missing; name the arrays that an item is loaded to")
-        self._specs = parse_specs("loader_arrays", loader_arrays)
+        if loader_arrays is None and cache_arrays is None:
+            raise ValueError(
+                "loader_arrays is missing; name the arrays that an item is loaded to, or "
+                "cache_arrays to take every batch from a disk cache"
+            )
+        if loader_arrays is None and cache_location is None:
+            raise ValueError("cache_location is missing; without loader_arrays all comes from it")
+        self._specs = () if loader_arrays is None else parse_specs("loader_arrays", loader_arrays)
+        self._cache_location = None if cache_location is None else os.fspath(cache_location)
+        if not isinstance(self._cache_location, (str, NoneType)):
+            raise TypeError(f"cache_location is {cache_location!r}; expected a string or a path")
+        self._cache_specs: tuple[ArraySpec, ...] | None = None
+        if cache_arrays is not None:
+            self._cache_specs = parse_specs("cache_arrays", cache_arrays)
+        elif cache_location is not None:
+            self._cache_specs = self._specs
+        self._is_cache_user_made = cache_arrays is not None
+        self._cache_readonly = bool(cache_readonly)
+        self._cache_bytes = (
+            None if cache_bytes is None else check_int("cache_bytes", cache_bytes, minimum=0)
+        )
+        if isinstance(cache_fingerprint, bool) or not isinstance(
+            cache_fingerprint, (str, int, NoneType)
+        ):
+            raise TypeError(f"cache_fingerprint is {cache_fingerprint!r:.80}; expected str or int")
+        self._cache_fingerprint = cache_fingerprint
         self._seed = check_int("seed", seed, minimum=-(2**63), maximum=2**64 - 1)
         self._data = _as_sequence(data)
         try:
@@ -126,11 +157,12 @@ class DataGroup(Sequence[D], Generic[D]):
         if self._batch_size < wanted:
             logger.info("batch_size %d is capped at the %d items of data", wanted, count)
         self._shuffle_first = bool(shuffle_first)
-        self._shuffle_later: ShuffleMode = (
-            "itemwise" if shuffle_later == "default" else shuffle_later
-        )
+        if shuffle_later == "default":
+            shuffle_later = "itemwise" if cache_location is None else "batchwise"
+        self._shuffle_later: ShuffleMode = shuffle_later
         self._remainder: RemainderMode = remainder
         self._layouts, self._nbytes = lay_out(self._specs, self._batch_size)
+        self._cache_layouts, self._cache_nbytes = lay_out(self._cache_specs or (), self._batch_size)
 
     @property
     def batch_size(self) -> int:
@@ -144,24 +176,52 @@ class DataGroup(Sequence[D], Generic[D]):
         return whole + (rest > 0 and self._remainder != "drop")
 
     @property
-    def loader_layouts(self) -> Mapping[str, ArrayLayout]:
-        """Array name to ``(shape with batch, NumPy dtype, JAX dtype, byte offset, elements)``."""
-        return self._layouts
+    def loader_layouts(self) -> Mapping[str, ArrayLayout] | None:
+        """Array name to ``(shape with batch, NumPy dtype, JAX dtype, byte offset, elements)``.
+
+        None where all batches come from the disk cache.
+        """
+        return self._layouts or None
 
     @property
-    def loader_size(self) -> int:
-        """Bytes of one batch as the loader fills it."""
-        return self._nbytes
+    def loader_size(self) -> int | None:
+        """Bytes of one batch as the loader fills it; None like loader_layouts."""
+        return self._nbytes if self._layouts else None
 
     @property
     def cache_layouts(self) -> Mapping[str, ArrayLayout] | None:
-        """Layouts of the cached arrays; None without a disk cache."""
-        return None
+        """Layouts of the cached arrays; None without cache_arrays and cache_location."""
+        return self._cache_layouts or None
 
     @property
     def cache_size(self) -> int | None:
-        """Bytes of one cached batch; None without a disk cache."""
-        return None
+        """Bytes of the arrays of one cached batch; None like cache_layouts."""
+        return self._cache_nbytes if self._cache_layouts else None
+
+    @property
+    def cache_location(self) -> str | None:
+        """Folder of the disk cache, or None."""
+        return self._cache_location
+
+    @property
+    def cache_readonly(self) -> bool:
+        """Whether the disk cache is never written to."""
+        return self._cache_readonly
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """Size that the batches in the disk cache may reach together, or None."""
+        return self._cache_bytes
+
+    @property
+    def cache_fingerprint(self) -> str | int | None:
+        """What the disk cache is made from, as given."""
+        return self._cache_fingerprint
+
+    @property
+    def is_cache_user_made(self) -> bool:
+        """Whether :meth:`Batch.cache` makes what is cached, rather than the loader function."""
+        return self._is_cache_user_made
 
     @property
     def data(self) -> Sequence[D]:
@@ -170,8 +230,13 @@ class DataGroup(Sequence[D], Generic[D]):
 
     @property
     def specs(self) -> tuple[ArraySpec, ...]:
-        """The array specs, checked, in the given order."""
+        """Specs of the loaded arrays, checked, in the given order; none without loader_arrays."""
         return self._specs
+
+    @property
+    def cache_specs(self) -> tuple[ArraySpec, ...] | None:
+        """Specs of the cached arrays; None like cache_layouts."""
+        return self._cache_specs
 
     @property
     def seed(self) -> int:
@@ -208,7 +273,8 @@ class DataGroup(Sequence[D], Generic[D]):
 
     def __repr__(self) -> str:
         arrays = ", ".join(
-            f"{spec.name}: {spec.jax_dtype.name}{list(spec.shape)}" for spec in self._specs
+            f"{spec.name}: {spec.jax_dtype.name}{list(spec.shape)}"
+            for spec in self._specs or self._cache_specs or ()
         )
         return (
             f"<DataGroup of {len(self)} items, batch_size {self.batch_size}, "

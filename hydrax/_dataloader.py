@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
+import itertools
 import logging
 import os
 import threading
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar
 from hydrax import _context, _core, _spawned
 from hydrax._arguments import check_end, check_int, check_start, check_timeout
 from hydrax._batch import Batch, make_batch
+from hydrax._caching import Caching, GroupCache, file_layouts
 from hydrax._datagroup import DataGroup, check_groups, check_validation
 from hydrax._debug import SlotWatch
 from hydrax._interrupt import InterruptHandler
@@ -41,6 +44,8 @@ from hydrax._waiting import BatchWaiter
 from hydrax._workers import StartMethod, WorkerPool
 from hydrax.errors import (
     ArenaMemoryError,
+    CacheError,
+    CacheMissingError,
     HydraxError,
     JaxInWorkerError,
     LoaderError,
@@ -89,7 +94,7 @@ class Dataloader(Generic[D]):
             in the batch and may hold data of an earlier one: fill all of it, and keep no reference.
             ``seed`` is an int in [0, 2**31) for random augmentation, None for validation. What it
             returns, a dict or None, becomes the item's entries in ``batch.additional``. It must not
-            use JAX.
+            use JAX. None where no group has loader_arrays, as all batches come from a disk cache.
         training: The DataGroup to train on, or several; one pass over all of them is an epoch.
         validation: ``("epoch" | "batch", interval, group or groups)``: a validation run follows
             each ``interval`` training epochs or batches.
@@ -97,7 +102,8 @@ class Dataloader(Generic[D]):
         loader_count: Loader processes. 0 loads in the main process, the same batches with the same
             seeds, for debugging and breakpoints.
         loader_nice: Added to the niceness of the loader processes.
-        cacher_count: Of the disk cache, which is not available yet; has no effect.
+        cacher_count: Threads that read ahead in the disk cache. 0 reads each batch when it is asked
+            for.
         start_at: ``(epoch, batches)`` to skip before the first batch. The batches may be more than
             an epoch has.
         end_at: ``("epoch" | "batch", n)``: end after n epochs or training batches, counted from the
@@ -164,7 +170,7 @@ class Dataloader(Generic[D]):
 
     def __init__(
         self,
-        loader_func: LoaderFunc,
+        loader_func: LoaderFunc | None,
         training: DataGroup[D] | Iterable[DataGroup[D]],
         *,
         validation: tuple[str, int, DataGroup[D] | Iterable[DataGroup[D]]] | None = None,
@@ -199,7 +205,7 @@ class Dataloader(Generic[D]):
             ("startup_func", startup_func),
             ("placement_func", placement_func),
         ):
-            if not callable(func) and (func is not None or name == "loader_func"):
+            if not callable(func) and func is not None:
                 raise TypeError(f"{name} is {func!r}; expected a callable")
         if start_method not in _START_METHODS:
             raise ValueError(
@@ -212,7 +218,7 @@ class Dataloader(Generic[D]):
         self._on_error = on_error
         self._depth = check_int("depth", depth, minimum=1, maximum=2**20)
         self._loader_count = check_int("loader_count", loader_count, minimum=0, maximum=2**12)
-        check_int("cacher_count", cacher_count, minimum=0)
+        self._cacher_count = check_int("cacher_count", cacher_count, minimum=0, maximum=2**8)
         self._max_restarts = check_int("max_restarts", max_restarts, minimum=0)
         self._timeout_s = check_timeout(timeout_sec)
         self._deterministic = bool(deterministic)
@@ -250,9 +256,14 @@ class Dataloader(Generic[D]):
         if batched is None:
             batched = getattr(loader_func, "is_batched", False)
         self._groups = (*self._training, *self._validation)
+        if not any(group.specs for group in self._groups):
+            logger.info("all batches come from a disk cache; nothing is loaded")
+            self._loader_count = 0
+        elif loader_func is None:
+            raise TypeError("loader_func is None; expected a callable, as there are loader_arrays")
         self._layouts, slot_nbytes = self._lay_out_slots()
         self._job = LoadJob(
-            loader_func,
+            loader_func or _load_nothing,
             startup_func,
             self._load_groups(),
             len(self._training),
@@ -275,6 +286,7 @@ class Dataloader(Generic[D]):
         }
         self._check_memory(self.arena_nbytes)
 
+        self._cache_layouts, self._caching = self._prepare_caching()
         self._state: Literal["new", "running", "ended", "closed"] = "new"
         self._arena: _core.Arena | None = None
         self._memory = range(0)
@@ -306,8 +318,8 @@ class Dataloader(Generic[D]):
         """Layouts of each group's arrays in a slot, and the bytes of the largest."""
         if self._placement_func is not None:
             # It gets what the loader filled.
-            layouts = [group.loader_layouts for group in self._groups]
-            return layouts, max(group.loader_size for group in self._groups)
+            layouts = [group.loader_layouts or {} for group in self._groups]
+            return layouts, max(group.loader_size or 0 for group in self._groups)
         from hydrax._placement import canonical_dtypes
 
         canonical = canonical_dtypes()
@@ -316,6 +328,29 @@ class Dataloader(Generic[D]):
             for group in self._groups
         ]
         return [layouts for layouts, _ in placed], max(nbytes for _, nbytes in placed)
+
+    def _prepare_caching(self) -> tuple[list[Mapping[str, ArrayLayout]], Caching | None]:
+        """Layouts of each group's arrays in the disk cache, and the caches if there are any."""
+        canonical = None
+        if self._placement_func is None:
+            from hydrax._placement import canonical_dtypes
+
+            canonical = canonical_dtypes()
+        layouts = [file_layouts(group, canonical) for group in self._groups]
+        caches = [
+            GroupCache(
+                group,
+                index if index < len(self._training) else index - len(self._training),
+                layouts[index],
+                is_validation=index >= len(self._training),
+            )
+            if group.cache_location is not None
+            else None
+            for index, group in enumerate(self._groups)
+        ]
+        if not any(caches):
+            return layouts, None
+        return layouts, Caching(caches, self._depth, self._cacher_count, self._timeout_s)
 
     def _load_groups(self) -> tuple[LoadGroup, ...]:
         return tuple(
@@ -448,6 +483,8 @@ class Dataloader(Generic[D]):
             loading_sec=sum(loader.busy_sec for loader in loaders),
             slot_wait_sec=sum(loader.slot_wait_sec for loader in loaders),
             workers=() if self._pool is None else tuple(loaders),
+            batches_cached=0 if self._caching is None else self._caching.read_count,
+            batches_saved=0 if self._caching is None else self._caching.saved_count,
         )
 
     def _worker_stats(self, index: int, elapsed_sec: float) -> WorkerStats:
@@ -515,12 +552,13 @@ class Dataloader(Generic[D]):
         self._position = position
         self._planner = self._schedule.batches(position)
         self._next_planned = next(self._planner, None)
-        self._pending.clear()
         self._last_training = None
+        self._forget_plans()
         self._fatal_error = None
         self._interrupted = False
         self._interrupt_handler.reset()
         if is_entered:
+            self._reset_counts()
             try:
                 self._start_loading()
             except BaseException:
@@ -551,6 +589,9 @@ class Dataloader(Generic[D]):
         self._place = self._choose_placement()
         try:
             _entered.add(self)  # first, so that a process forked meanwhile leaves it alone
+            if self._caching is not None:
+                self._caching.open()
+            self._reset_counts()
             self._start_loading()
             self._interrupt_handler.install()
         except BaseException:
@@ -570,7 +611,6 @@ class Dataloader(Generic[D]):
         self._memory = range(address, address + memoryview(self._arena).nbytes)
         self._state = "running"
         self._watch = SlotWatch(self._arena) if self._job.is_debug else None
-        self._reset_counts()
         self._plan_ahead()
         if self._loader_count == 0:
             if self._inline is None and self._job.startup_func is not None:
@@ -623,6 +663,8 @@ class Dataloader(Generic[D]):
         try:
             self._stop_loading()
         finally:
+            if self._caching is not None:
+                self._close_caching(self._caching)
             self._arena = None  # arrays that still live keep its memory
             self._fatal_error = None
             self._interrupt_handler.restore()
@@ -630,6 +672,13 @@ class Dataloader(Generic[D]):
             self._watch = None
             self._waiter = None
             self._pending.clear()
+
+    def _close_caching(self, caching: Caching) -> None:
+        caching.close()
+        if self._final_stats is not None:
+            self._final_stats = dataclasses.replace(
+                self._final_stats, batches_saved=caching.saved_count
+            )
 
     def _abandon(self) -> None:
         """In a process that the user forked: workers and arena are the parent's business."""
@@ -639,13 +688,15 @@ class Dataloader(Generic[D]):
         self._inline = None
         self._watch = None
         self._waiter = None
+        if self._caching is not None:
+            self._caching.abandon()
         self._interrupt_handler.restore()
 
     def _choose_placement(self) -> Any:
         if self._placement_func is None:
             from hydrax._placement import Placement
 
-            return Placement(self._layouts).place
+            return Placement([*self._layouts, *self._cache_layouts]).place
         return None
 
     def __iter__(self) -> Iterator[Batch[D]]:
@@ -687,6 +738,12 @@ class Dataloader(Generic[D]):
             self._refuse_next()
         self._check_interrupted()
         pending = self._pending
+        lease: _core.Lease | None = None
+        if self._caching is not None:
+            found = self._next_cached(self._caching)
+            if isinstance(found, (Batch, BatchFailure)):
+                return found
+            lease = found
         if not pending:
             self._state = "ended"
             raise StopIteration
@@ -695,7 +752,8 @@ class Dataloader(Generic[D]):
         serial = pending[0].plan.serial if self._deterministic else None
         if time.monotonic_ns() >= self._look_at_ns:
             self._look_after_workers()
-        lease = arena.take(serial)
+        if lease is None:
+            lease = arena.take(serial)
         if lease is None:
             lease = self._wait(serial)
         if self._deterministic:
@@ -707,18 +765,98 @@ class Dataloader(Generic[D]):
         self._position = planned.following
         read = self._read_records(planned, lease) if lease.has_records else None
         if isinstance(read, BatchFailure):
+            if self._caching is not None:
+                self._caching.failed(planned)
             # The traceback of an error that is kept keeps frames, which must not keep the slot.
             del lease
             return read
-        batch = self._deliver(planned, lease, read)
-        if planned.kind == _core.TRAINING:
-            self._last_training = planned
-        self._batches_delivered += 1
-        if self._batches_delivered % _COLLECT_EVERY == 0:
-            gc.collect(0)
-        self._items_delivered += batch.valid_count
-        self._items_skipped += len(batch.skipped)
-        return batch
+        is_saved = False
+        if self._caching is not None:
+            try:
+                is_saved = self._save(self._caching, planned, lease, read)
+            except CacheError as error:
+                del lease
+                return BatchFailure(error.with_traceback(None), planned.valid_count, False)
+        return self._deliver(planned, lease, read, is_uncached=not is_saved)
+
+    def _save(
+        self,
+        caching: Caching,
+        planned: PlannedBatch,
+        lease: _core.Lease,
+        read: BatchRecords | None,
+    ) -> bool:
+        """Have the disk cache keep a loaded batch, if it is to; returns whether it does."""
+        if read is not None and read.skipped:
+            caching.failed(planned)  # another run may be able to load all of it
+            return False
+        additional = None if read is None else read.additional
+        return caching.save(planned, lease, additional, is_copied=self._place is None)
+
+    def _next_cached(self, caching: Caching) -> Batch[D] | BatchFailure | _core.Lease | None:
+        """The next batch, if it comes from the disk cache, or the error in its place.
+
+        Otherwise a loaded batch that has turned out to be ready, or None.
+        """
+        pending = self._pending
+        assert self._waiter is not None
+        caching.begin()
+        start = time.monotonic_ns()
+        if not pending:
+            self._plan_ahead()
+        while not pending and self._next_planned is not None:
+            caching.wait_for(self._next_planned, self._check_interrupted)
+            self._plan_ahead()
+        while pending:
+            planned = pending[0]
+            if not caching.is_read(planned):
+                if self._deterministic:
+                    return None
+                assert self._arena is not None
+                lease = self._arena.take(None)
+                other = caching.first_read(pending)
+                if lease is not None or other is None:
+                    return lease
+                planned = other
+            content = caching.take(planned, pending, self._check_interrupted)
+            if content is None:
+                self._load_after_all(caching, planned)
+                continue
+            waited_ns = time.monotonic_ns() - start
+            self._idle_ns += waited_ns
+            self._waiter.starved_ns += waited_ns
+            pending.remove(planned)
+            self._plan_ahead()
+            self._position = planned.following
+            if isinstance(content, CacheMissingError):
+                return BatchFailure(content, planned.valid_count, False)
+            read = None if content.additional is None else BatchRecords(content.additional, {}, {})
+            return self._deliver(planned, content.mapping, read, is_uncached=False)
+        return None
+
+    def _load_after_all(self, caching: Caching, planned: PlannedBatch) -> None:
+        """Have a planned batch loaded that turned out not to be in the disk cache."""
+        assert self._arena is not None
+        if not caching.is_loading(entry for entry in self._pending if entry is not planned):
+            self._arena.publish(planned.plan)
+            caching.published(planned)
+            return
+        # Batches behind it have been handed out to the workers, and may fill all slots.
+        again = [*self._pending, *([] if self._next_planned is None else [self._next_planned])]
+        self._planner = itertools.chain(again, self._planner)
+        self._next_planned = next(self._planner, None)
+        self._forget_plans()
+        self._stop_loading()
+        try:
+            self._start_loading()
+        except BaseException:
+            self._close()
+            raise
+
+    def _forget_plans(self) -> None:
+        self._pending.clear()
+        if self._caching is not None:
+            self._caching.forget_plans()
 
     def _read_records(
         self, planned: PlannedBatch, lease: _core.Lease
@@ -766,7 +904,13 @@ class Dataloader(Generic[D]):
         """Publish plans until the ring is full or the schedule ends."""
         arena = self._arena
         assert arena is not None
-        while self._next_planned is not None and arena.publish(self._next_planned.plan):
+        caching = self._caching
+        while self._next_planned is not None:
+            way = "load" if caching is None else caching.plan(self._next_planned)
+            if way == "wait" or (way == "load" and not arena.publish(self._next_planned.plan)):
+                return
+            if caching is not None and way == "load":
+                caching.published(self._next_planned)
             self._pending.append(self._next_planned)
             self._next_planned = next(self._planner, None)
 
@@ -829,39 +973,74 @@ class Dataloader(Generic[D]):
     def _deliver(
         self,
         planned: PlannedBatch,
-        lease: _core.Lease,
+        memory: _core.Lease | _core.Mapping,
         read: BatchRecords | None,
+        *,
+        is_uncached: bool,
     ) -> Batch[D]:
-        """The batch in a leased slot."""
+        """The batch in a leased slot, or in a mapped file."""
         additional = None if read is None else read.additional
         number = planned.group_number
         group = self._groups[number]
-        if self._place is not None:
-            arrays = self._place(lease, number, planned.item_count)
+        if isinstance(memory, _core.Mapping):
+            layouts = group.cache_layouts
+            addresses = range(memory.address, memory.address + memory.nbytes)
         else:
-            arrays = self._place_by_user(planned, lease, additional)
-        if self._watch is not None:
-            layouts = self._layouts[number]
-            self._watch.hold(lease, layouts, planned.item_count, describe_batch(planned))
-        skipped = None if read is None else read.skipped
-        return make_batch(group, planned, arrays, additional, self._memory, skipped)
+            layouts = group.loader_layouts
+            addresses = self._memory
+        if self._place is None:
+            arrays = self._place_by_user(planned, memory, layouts or {}, additional)
+        elif isinstance(memory, _core.Mapping):
+            arrays = self._place(memory, len(self._groups) + number, planned.item_count)
+        else:
+            arrays = self._place(memory, number, planned.item_count)
+        batch = make_batch(
+            group,
+            planned,
+            arrays,
+            additional,
+            addresses,
+            None if read is None else read.skipped,
+            layouts=layouts,
+            is_uncached=is_uncached,
+            keep=self._caching.save_made
+            if is_uncached
+            and self._caching is not None
+            and group.cache_location is not None
+            and not (read is not None and read.skipped)
+            else None,
+        )
+        if isinstance(memory, _core.Lease) and self._watch is not None:
+            watched = self._layouts[number]
+            self._watch.hold(memory, watched, planned.item_count, describe_batch(planned))
+        if planned.kind == _core.TRAINING:
+            self._last_training = planned
+        self._batches_delivered += 1
+        if self._batches_delivered % _COLLECT_EVERY == 0:
+            gc.collect(0)
+        self._items_delivered += batch.valid_count
+        self._items_skipped += len(batch.skipped)
+        return batch
 
     def _place_by_user(
-        self, planned: PlannedBatch, lease: _core.Lease, additional: dict[str, list[Any]] | None
+        self,
+        planned: PlannedBatch,
+        memory: _core.Lease | _core.Mapping,
+        layouts: Mapping[str, ArrayLayout],
+        additional: dict[str, list[Any]] | None,
     ) -> dict[str, jax.Array]:
         from hydrax._placement import slot_view
 
         assert self._placement_func is not None
-        group = self._groups[planned.group_number]
-        layouts = self._layouts[planned.group_number]
+        # With a placement_func a slot and a file hold what these layouts say, in NumPy's dtypes.
         views = {
-            name: slot_view(lease, layout, planned.item_count) for name, layout in layouts.items()
+            name: slot_view(memory, layout, planned.item_count) for name, layout in layouts.items()
         }
         placed = self._placement_func(
             MappingProxyType(views),
-            group.loader_layouts,
+            layouts,
             MappingProxyType(additional or {}),
-            group,
+            self._groups[planned.group_number],
         )
         if not isinstance(placed, Mapping):
             raise TypeError(
@@ -893,6 +1072,10 @@ def _abandon_all() -> None:
 
 
 os.register_at_fork(after_in_child=_abandon_all)
+
+
+def _load_nothing(descriptor: Any, arrays: Any, seed: Any) -> None:
+    """Stands in for a loader function where all batches come from the disk cache."""
 
 
 def _group_order(group: DataGroup[Any], index: int) -> GroupOrder:

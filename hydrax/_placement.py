@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 
 _WIDE_DTYPES = ("int64", "uint64", "float64", "complex128")
 
-Importer = Callable[[_core.Lease, int, tuple[int, ...], int, int], jax.Array]
+Memory = _core.Lease | _core.Mapping
+
+Importer = Callable[[Memory, int, tuple[int, ...], int, int], jax.Array]
 
 
 def canonical_dtypes() -> Mapping[np.dtype[Any], np.dtype[Any]]:
@@ -30,13 +32,13 @@ def canonical_dtypes() -> Mapping[np.dtype[Any], np.dtype[Any]]:
     return {np.dtype(name): np.dtype(jax.dtypes.canonicalize_dtype(name)) for name in _WIDE_DTYPES}
 
 
-def slot_view(lease: _core.Lease, layout: ArrayLayout, item_count: int) -> np.ndarray[Any, Any]:
-    """NumPy array over the first items of a leased slot.
+def slot_view(memory: Memory, layout: ArrayLayout, item_count: int) -> np.ndarray[Any, Any]:
+    """NumPy array over the first items of a leased slot or a mapped file.
 
-    It holds the lease as long as it or a view of it lives.
+    It holds the slot or the mapping as long as it or a view of it lives.
     """
     shape = (item_count, *layout.shape[1:])
-    return np.ndarray(shape, layout.dtype, memoryview(lease), offset=layout.offset)
+    return np.ndarray(shape, layout.dtype, memoryview(memory), offset=layout.offset)
 
 
 class _Array(NamedTuple):
@@ -55,7 +57,7 @@ class Placement:
     function with sharded parameters takes them too.
 
     Args:
-        groups: For each group the layouts of its arrays in a slot.
+        groups: For each group the layouts of its arrays in a slot, or in a file of the disk cache.
     """
 
     def __init__(self, groups: Iterable[Mapping[str, ArrayLayout]]) -> None:
@@ -69,7 +71,7 @@ class Placement:
         device = _default_device()
         self._import = _choose_importer(device) if device.platform == "cpu" else None
 
-    def place(self, lease: _core.Lease, group: int, item_count: int) -> dict[str, jax.Array]:
+    def place(self, lease: Memory, group: int, item_count: int) -> dict[str, jax.Array]:
         """The first item_count items of a batch's arrays, in the layouts' order."""
         arrays = {}
         for name, layout, code, bits in self._groups[group]:
@@ -140,7 +142,7 @@ def _direct_importer(device: Any) -> Importer:
     # Among several devices it matters that the array is not committed to this one.
     make_array: Any = ArrayImpl
 
-    def import_uncommitted(lease: _core.Lease, *spec: Any) -> jax.Array:
+    def import_uncommitted(lease: Memory, *spec: Any) -> jax.Array:
         array = to_buffer(lease.capsule(*spec), device, None)
         result: jax.Array = make_array(array.aval, array.sharding, [array], committed=False)
         return result

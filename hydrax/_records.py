@@ -159,8 +159,9 @@ def _failure(
     kind, item, payload = min(records, key=lambda record: record[1])
     if kind == _core.RECORD_NO_MEMORY:
         no_memory = ArenaMemoryError(
-            f"the memory of a batch ({format_nbytes(group.loader_size)}) could not be reserved; "
-            f"{format_nbytes(available_nbytes())} are available; lower depth or batch_size"
+            f"the memory of a batch ({format_nbytes(group.loader_size or 0)}) could not be "
+            f"reserved; {format_nbytes(available_nbytes())} are available; "
+            "lower depth or batch_size"
         )
         return BatchFailure(no_memory, planned.valid_count, is_of_item=False)
     if payload:

@@ -48,6 +48,8 @@ class PlannedBatch(NamedTuple):
         item_count: Items of the batch: the batch size, or less for a short last batch.
         valid_count: Items before they repeat, to fill up a padded last batch.
         following: Where the schedule goes on after this batch.
+        content: What its items and their seeds follow from, within the group: the epoch whose
+            order and seeds they are, and the batch's number in that order.
     """
 
     plan: _core.Plan
@@ -61,6 +63,7 @@ class PlannedBatch(NamedTuple):
     item_count: int
     valid_count: int
     following: Position
+    content: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -300,6 +303,7 @@ class Schedule:
             item_count,
             valid_count,
             self._position_after(batch_num + 1, 0),
+            (group.seed_epoch(epoch), batch),
         )
 
     def _position_after(self, training: int, validation: int) -> Position:
@@ -358,5 +362,6 @@ class Schedule:
                     item_count,
                     valid_count,
                     self._position_after(training, epoch_batch + 1),
+                    (0, batch),
                 )
             before += group.batch_count

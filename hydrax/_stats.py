@@ -60,6 +60,9 @@ class LoaderStats:
         loading_sec: Seconds spent in loading, of all loader processes together.
         slot_wait_sec: Seconds that loader processes had to wait for a free slot, all together.
         workers: One entry for each loader process; empty with ``loader_count=0``.
+        batches_cached: Batches delivered that came from the disk cache.
+        batches_saved: Batches that the disk cache has got, and that are safe on the disk. Both
+            count from when the block was entered.
     """
 
     batches_delivered: int
@@ -77,6 +80,8 @@ class LoaderStats:
     loading_sec: float
     slot_wait_sec: float
     workers: tuple[WorkerStats, ...]
+    batches_cached: int = 0
+    batches_saved: int = 0
 
     @property
     def idle_sec(self) -> float:

@@ -14,6 +14,8 @@ __all__ = [
     "ArrayKeptError",
     "BatchRetainedError",
     "BatchTimeoutError",
+    "CacheError",
+    "CacheMissingError",
     "HydraxError",
     "ImageError",
     "JaxInWorkerError",
@@ -179,6 +181,28 @@ class RaggedLengthError(HydraxError, ValueError):
 
 class StateError(HydraxError, ValueError):
     """A state does not fit the Dataloader that it is given to; the message names what differs."""
+
+
+class CacheError(HydraxError, RuntimeError):
+    """The disk cache cannot be used: it was made under other parameters, or cannot hold a value.
+
+    The message names what differs, or which additional result cannot be kept.
+    """
+
+
+class CacheMissingError(CacheError, FileNotFoundError):
+    """A cache, or a batch of it, is not there or is damaged, and nothing could stand in for it.
+
+    So it is with ``loader_arrays=None``, where every batch comes from the cache, and with a cache
+    that may only be read and does not exist.
+
+    Attributes:
+        path: The file that is missing or damaged.
+    """
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message)
+        self.path = path
 
 
 class UnwrittenArrayError(HydraxError, ValueError):

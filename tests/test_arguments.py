@@ -365,24 +365,6 @@ def test_picklable_callables_are_loaders_under_spawn():
 
 
 @pytest.mark.parametrize(
-    "option",
-    [{"cache_arrays": SPECS}, {"cache_location": "cache"}, {"cache_readonly": True}],
-    ids=lambda option: next(iter(option)),
-)
-def test_asking_for_the_disk_cache_is_refused_by_name(option):
-    with pytest.raises(NotImplementedError, match=next(iter(option))):
-        numbers(**option)
-
-
-def test_batch_cache_is_refused_by_name():
-    with Dataloader(fill, numbers(), end_at=("epoch", 1)) as dataloader:
-        batch = next(dataloader)
-        assert batch.uncached
-        with pytest.raises(NotImplementedError, match=r"Batch\.cache"):
-            batch.cache(dict(batch.arrays))
-
-
-@pytest.mark.parametrize(
     ("count", "wanted", "batch_size", "batch_count"),
     [(1, 10, 1, 1), (9, 10, 9, 1), (5, 1, 1, 5), (10, 16, 10, 1), (10, 3, 3, 3)],
 )

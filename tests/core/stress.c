@@ -197,9 +197,10 @@ static void train(struct run_state *state, uint64_t batch_count)
         spec.dtype = (struct hx_dlpack_dtype){1, 32, 1};
         spec.shape[0] = (int64_t)arena->slots[slot].plan.item_count * ITEM_WORDS;
         if (!is_failing(serial)) {
+            const struct hx_dlpack_memory memory = hx_dlpack_slot(arena, slot);
             struct hx_dlpack_managed_versioned *kept;
-            queue_put(&state->queue, hx_dlpack_export(arena, slot, &spec), serial);
-            kept = hx_dlpack_export_versioned(arena, slot, &spec);
+            queue_put(&state->queue, hx_dlpack_export(&memory, &spec), serial);
+            kept = hx_dlpack_export_versioned(&memory, &spec);
             dawdle(&random);
             check_tensor(&kept->tensor, serial);
             kept->deleter(kept);
