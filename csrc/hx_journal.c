@@ -15,6 +15,7 @@ static void apply_claim(struct hx_arena *arena, const struct hx_change *change)
      * but then the slot is open already. */
     if (change->is_opening && hx_load_relaxed_u64(&header->plan_head) == change->plan_head) {
         hx_slot_open(arena, change->slot, &arena->plans[change->plan_head % header->plan_capacity]);
+        hx_store_relaxed_u64(&header->opened_ns, change->since_ns);
         hx_order_steps();
         /* Pairs with the load in hx_plan_publish(). */
         hx_store_seq_cst_u64(&header->plan_head, change->plan_head + 1);

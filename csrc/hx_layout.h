@@ -147,6 +147,7 @@ struct hx_header {
     _Alignas(HX_CACHE_LINE) pthread_mutex_t mutex; /* process-shared and robust */
     struct hx_journal journal;
     _Atomic uint64_t plan_head; /* next plan to open; written under the mutex */
+    _Atomic uint64_t opened_ns; /* when one was opened last; likewise */
     _Alignas(
         HX_CACHE_LINE) _Atomic uint64_t plan_tail; /* plans published; written by the trainer */
     _Alignas(HX_CACHE_LINE) _Atomic uint32_t is_closing;

@@ -49,23 +49,39 @@ static enum hx_status worker_sleep(struct hx_arena *arena, int trainer_fd, uint6
     return HX_OK;
 }
 
+static int has_waiting_plan(const struct hx_header *header)
+{
+    return hx_load_relaxed_u64(&header->plan_head) < hx_load_seq_cst_u64(&header->plan_tail);
+}
+
+/* Time since `since` in which a plan waited for a slot, for a worker that sleeps since then. It is
+ * not woken when the last plan is opened, so that is what ends it. */
+static uint64_t slot_wait_since(const struct hx_header *header, uint64_t since)
+{
+    const uint64_t end =
+        has_waiting_plan(header) ? hx_now_ns() : hx_load_relaxed_u64(&header->opened_ns);
+    return since != 0 && end > since ? end - since : 0;
+}
+
+uint64_t hx_worker_slot_wait(const struct hx_arena *arena, uint32_t worker)
+{
+    const struct hx_worker *record = &arena->workers[worker];
+    return hx_load_relaxed_u64(&record->slot_wait_ns) +
+           slot_wait_since(arena->header, hx_load_relaxed_u64(&record->slot_wait_since_ns));
+}
+
 /* Sleep until there may be work, and account for the time in which a plan waits for a slot. */
 static enum hx_status worker_sleep_counted(struct hx_arena *arena, uint32_t worker, int trainer_fd,
                                            uint64_t deadline)
 {
-    const struct hx_header *header = arena->header;
     struct hx_worker *record = &arena->workers[worker];
-    const int lacks_slot =
-        hx_load_relaxed_u64(&header->plan_head) < hx_load_seq_cst_u64(&header->plan_tail);
-    const uint64_t start = lacks_slot ? hx_now_ns() : 0;
+    const uint64_t since = has_waiting_plan(arena->header) ? hx_now_ns() : 0;
     enum hx_status status;
-    hx_store_relaxed_u64(&record->slot_wait_since_ns, start);
+    hx_store_relaxed_u64(&record->slot_wait_since_ns, since);
     status = worker_sleep(arena, trainer_fd, deadline);
-    if (lacks_slot) {
-        hx_store_relaxed_u64(&record->slot_wait_since_ns, 0);
-        hx_store_relaxed_u64(&record->slot_wait_ns,
-                             hx_load_relaxed_u64(&record->slot_wait_ns) + hx_now_ns() - start);
-    }
+    hx_store_relaxed_u64(&record->slot_wait_since_ns, 0);
+    hx_store_relaxed_u64(&record->slot_wait_ns, hx_load_relaxed_u64(&record->slot_wait_ns) +
+                                                    slot_wait_since(arena->header, since));
     return status;
 }
 

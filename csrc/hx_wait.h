@@ -36,4 +36,11 @@ enum hx_status hx_trainer_wait(struct hx_arena *arena, uint64_t serial, uint64_t
 /* Lease batch `serial` (or HX_ANY_SERIAL) if it is ready, without waiting: HX_OK or HX_NOTHING. */
 enum hx_status hx_trainer_take(struct hx_arena *arena, uint64_t serial, uint32_t *out);
 
+/* Nanoseconds that a worker has slept while a plan waited for a free slot, this moment included.
+ *
+ * arena   borrowed
+ * worker  below worker_count
+ */
+uint64_t hx_worker_slot_wait(const struct hx_arena *arena, uint32_t worker);
+
 #endif

@@ -346,8 +346,6 @@ static PyObject *arena_worker_state(PyObject *object, PyObject *argument)
 static PyObject *arena_worker_slot_wait(PyObject *object, PyObject *argument)
 {
     struct hx_arena *arena = arena_of(object);
-    const struct hx_worker *record;
-    uint64_t since, total;
     const unsigned long worker = PyLong_AsUnsignedLong(argument);
     if (PyErr_Occurred())
         return NULL;
@@ -355,10 +353,7 @@ static PyObject *arena_worker_slot_wait(PyObject *object, PyObject *argument)
         PyErr_SetString(PyExc_IndexError, "no such worker");
         return NULL;
     }
-    record = &arena->workers[worker];
-    since = hx_load_relaxed_u64(&record->slot_wait_since_ns);
-    total = hx_load_relaxed_u64(&record->slot_wait_ns) + (since == 0 ? 0 : hx_now_ns() - since);
-    return PyLong_FromUnsignedLongLong(total);
+    return PyLong_FromUnsignedLongLong(hx_worker_slot_wait(arena, (uint32_t)worker));
 }
 
 static PyObject *arena_slot_states(PyObject *object, PyObject *unused)

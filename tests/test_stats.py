@@ -115,6 +115,7 @@ def test_stats_say_when_loading_keeps_up():
         arrays["x"][...] = number
 
     with Dataloader(quick, group(), depth=8, end_at=("batch", 8)) as dataloader:
+        time.sleep(0.4)  # so that the start is no part of it
         for batch in dataloader:
             del batch
             time.sleep(0.05)
