@@ -20,7 +20,8 @@ bin := $(venv)/bin
 build := build/$(tag)
 
 core := hydrax/_core.abi3.so
-core_sources := $(sort $(wildcard csrc/hx_*.c))
+# The XLA handlers need the header of jaxlib, and XLA to call them.
+core_sources := $(sort $(filter-out csrc/hx_xla.c,$(wildcard csrc/hx_*.c)))
 sources := $(wildcard csrc/*.c csrc/*.h)
 c_files := $(sources) $(wildcard tests/core/*.c tests/core/*.h)
 stress := $(wildcard tests/core/*.c)

@@ -65,6 +65,7 @@ class DrawEngine:
         cache_size: Draws that are loaded together, at most.
         observation_count: Observations of the data set.
         dtypes: Dtype of each leaf in which JAX gets it.
+        labels: What to call the leaves in messages.
         boxes: Get each error.
         worker_count: Loader processes; None leaves it to the source.
         timeout_s: Seconds that a draw may wait; None waits for ever.
@@ -85,6 +86,7 @@ class DrawEngine:
         cache_size: int,
         observation_count: int,
         dtypes: Sequence[np.dtype[Any]],
+        labels: Sequence[str],
         boxes: Sequence[ErrorBox],
         worker_count: int | None = None,
         timeout_s: float | None = 60,
@@ -115,7 +117,9 @@ class DrawEngine:
         self._layouts, slot_nbytes = lay_out(specs, block_draws * mb_size)
         ahead = max(self._worker_count, min(_AHEAD_COUNT, _AHEAD_NBYTES // slot_nbytes))
         self.fingerprint = zlib.crc32(
-            repr((observation_count, mb_size, [(spec.shape, spec.dtype.name) for spec in specs])).encode()
+            repr(
+                (observation_count, mb_size, [(spec.shape, spec.dtype.name) for spec in specs])
+            ).encode()
         )
         least = self._worker_count + 2  # one is drawn from, and one was before
         slot_count = max(least, min(_SLOT_COUNT, available_nbytes() // 2 // slot_nbytes))
@@ -134,7 +138,7 @@ class DrawEngine:
                 f"{format_nbytes(least * slot_nbytes)}, but {format_nbytes(available_nbytes())} of "
                 "memory are available; lower mb_size"
             )
-        self._job = DrawJob(source, mb_size, self._layouts)
+        self._job = DrawJob(source, mb_size, labels, self._layouts)
         reference = weakref.ref(self)
 
         def describe(
