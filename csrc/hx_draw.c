@@ -78,11 +78,17 @@ static struct sigaction previous_action;
 
 static void on_interrupt(int signum, siginfo_t *info, void *context)
 {
+    /* A library that took the signal over from us may hand it back to us. */
+    static _Thread_local volatile sig_atomic_t is_inside;
+    if (is_inside)
+        return;
+    is_inside = 1;
     hx_add_relaxed_u32(&interrupt_count, 1);
     if (previous_action.sa_flags & SA_SIGINFO)
         previous_action.sa_sigaction(signum, info, context);
     else if (previous_action.sa_handler != SIG_DFL && previous_action.sa_handler != SIG_IGN)
         previous_action.sa_handler(signum);
+    is_inside = 0;
 }
 
 enum hx_status hx_draw_watch_interrupts(void)

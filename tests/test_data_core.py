@@ -20,7 +20,7 @@ from hydrax import data
 from hydrax.data.arena_loader import ArenaDataLoader
 from hydrax.data.numpy_loader import DeviceNumpyDataLoader, NumpyDataLoader
 
-COUNTS = [10, 12, 1]
+COUNTS = [10, 1]
 
 
 class UserLoader(data.HostDataLoader):
@@ -102,7 +102,7 @@ def make_loader(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("mb_size", [1, 3, 10, None])
+@pytest.mark.parametrize("mb_size", [1, 3, None])
 def test_every_observation_is_mapped_once_and_in_order(make_loader, count, mb_size):
     if mb_size is not None and mb_size > count:
         pytest.skip("larger than the data set")
@@ -281,7 +281,9 @@ def test_values_too_wide_for_jax_are_converted_or_refused():
     release()
     wide = NumpyDataLoader(x=np.full(3, 2**40))
     init, get_batch, release = data.random_reference_data(wide, 1, 2)
-    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="does not fit int32"):
+    with pytest.raises(
+        (jax.errors.JaxRuntimeError, ValueError), match=r"array 'x'.* does not fit int32"
+    ):
         jax.block_until_ready(get_batch(init()))
     release()
 

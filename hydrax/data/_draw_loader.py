@@ -30,12 +30,14 @@ class DrawJob:
     Attributes:
         source: What they load.
         mb_size: Observations of a draw.
+        labels: What to call the leaves in messages.
         layouts: Where the leaves, ``"0"``, ``"1"`` and so on, and the mask lie in a slot.
         nice: Added to the niceness of the processes.
     """
 
     source: DrawSource
     mb_size: int
+    labels: Sequence[str]
     layouts: Mapping[str, ArrayLayout]
     nice: int = 0
 
@@ -109,9 +111,9 @@ class DrawLoader:
                 [part.reshape(count, mb_size, *part.shape[1:]) for part in parts],
                 mask[start:stop].reshape(count, mb_size),
             )
-        for number, (part, slot) in enumerate(zip(parts, slots, strict=True)):
+        for label, part, slot in zip(self._job.labels, parts, slots, strict=True):
             if part is not slot:
-                convert(f"leaf {number}", part, slot)
+                convert(label, part, slot)
 
     def _slot_arrays(self, slot: int) -> tuple[Sequence[NDArray[Any]], NDArray[np.bool_]]:
         """The leaves and the mask of a slot, one row per observation."""

@@ -65,6 +65,7 @@ class DrawEngine:
         cache_size: Draws that are loaded together, at most.
         observation_count: Observations of the data set.
         dtypes: Dtype of each leaf in which JAX gets it.
+        labels: What to call the leaves in messages.
         boxes: Get each error.
         worker_count: Loader processes; None leaves it to the source.
         timeout_s: Seconds that a draw may wait; None waits for ever.
@@ -85,6 +86,7 @@ class DrawEngine:
         cache_size: int,
         observation_count: int,
         dtypes: Sequence[np.dtype[Any]],
+        labels: Sequence[str],
         boxes: Sequence[ErrorBox],
         worker_count: int | None = None,
         timeout_s: float | None = 60,
@@ -136,7 +138,7 @@ class DrawEngine:
                 f"{format_nbytes(least * slot_nbytes)}, but {format_nbytes(available_nbytes())} of "
                 "memory are available; lower mb_size"
             )
-        self._job = DrawJob(source, mb_size, self._layouts)
+        self._job = DrawJob(source, mb_size, labels, self._layouts)
         reference = weakref.ref(self)
 
         def describe(

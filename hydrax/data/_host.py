@@ -115,12 +115,18 @@ class SourceDataLoader(HostDataLoader):
             cache_size=cache_size,
             observation_count=self._observation_count,
             dtypes=dtypes,
+            labels=self._labels(),
             boxes=(box, self._errors),
             worker_count=worker_count,
             timeout_s=timeout_s,
         )
         self._engines.add(engine)
         return engine
+
+    def _labels(self) -> list[str]:
+        """What to call the leaves in messages."""
+        leaves, _ = jax.tree_util.tree_flatten_with_path(self._format)
+        return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
 
     def registered_chain(self, chain_id: int) -> Chain:
         """Which draws a chain has."""
@@ -220,11 +226,11 @@ class SourceDataLoader(HostDataLoader):
                 self._load(source, registered, leaves, mask)
             registered.draws += registered.cache_size
         placed = []
-        for number, (leaf, struct) in enumerate(zip(leaves, structs, strict=True)):
+        for label, leaf, struct in zip(self._labels(), leaves, structs, strict=True):
             dtype = np.dtype(jax.dtypes.canonicalize_dtype(struct.dtype))
             if leaf.dtype != dtype:
                 target = np.empty(leaf.shape, dtype)
-                convert(f"leaf {number}", leaf, target)
+                convert(label, leaf, target)
                 leaf = target
             placed.append(leaf)
         return jax.tree.unflatten(treedef, placed), mask

@@ -404,6 +404,7 @@ class _HostDraws:
         if state.cached_batches is None:
             if self.handle.engine is None:
                 raise ValueError("the CacheState is of another data loader")
+            _core.watch_interrupts()  # also after somebody else has taken the signal over
             following, (batch, mask) = _draw_from_engine(self.handle.engine, self.structs, state)
         else:
             following, (batch, mask) = _draw_from_server(

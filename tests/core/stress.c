@@ -14,6 +14,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "draws.h"
 #include "hx_dlpack.h"
 #include "hx_permute.h"
 #include "hx_plan.h"
@@ -258,7 +259,9 @@ int main(int argc, char **argv)
     const uint64_t batch_count = argc > 2 ? strtoull(argv[2], NULL, 10) : 300;
     for (uint64_t seed = 0; seed < seed_count; seed++)
         run_once(seed, batch_count);
-    printf("%" PRIu64 " seeds of %" PRIu64 " batches: every array was right\n", seed_count,
-           batch_count);
+    for (uint64_t seed = 0; seed < seed_count; seed++)
+        stress_draws(seed, batch_count);
+    printf("%" PRIu64 " seeds of %" PRIu64 " batches and draws: every array was right\n",
+           seed_count, batch_count);
     return 0;
 }
