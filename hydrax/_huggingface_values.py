@@ -6,6 +6,8 @@ What is one array, what is a list of arrays, and which dtype it has is decided h
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,10 +63,10 @@ class Conversion:
         """
         if valid is not None:
             values = np.where(valid, values, self._filling(out.dtype, values.dtype))
-        if out.dtype.kind in "iu" and not np.can_cast(values.dtype, out.dtype) and values.size:
-            info = np.iinfo(out.dtype)
-            for value in (values.min(), values.max()):
-                if not info.min <= int(value) <= info.max:
+        limits = _limits(values.dtype, out.dtype)
+        if limits is not None and values.size:
+            for value in (int(values.min()), int(values.max())):
+                if not limits[0] <= value <= limits[1]:
                     raise UnfitValue(f"{value} does not fit {out.dtype}")
         if out.dtype.itemsize < values.dtype.itemsize and out.dtype.kind == "f":
             with np.errstate(over="ignore"):
@@ -96,12 +98,20 @@ class Conversion:
         return np.asarray(fill).astype(np.result_type(source, np.asarray(fill).dtype))
 
 
+@functools.cache
+def _limits(source: np.dtype[Any], target: np.dtype[Any]) -> tuple[int, int] | None:
+    """The integers that the target can hold, if the source can hold others."""
+    if target.kind not in "iu" or np.can_cast(source, target):
+        return None
+    info = np.iinfo(target)
+    return int(info.min), int(info.max)
+
+
 def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """Memory that XLA can take as it is."""
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + nbytes].view(dtype).reshape(shape)
+    memory = np.empty(math.prod(shape) * dtype.itemsize + _ALIGNMENT, np.uint8)
+    start = -memory.__array_interface__["data"][0] % _ALIGNMENT
+    return np.ndarray(shape, dtype, memory, start)
 
 
 class Chunks:
