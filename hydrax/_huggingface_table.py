@@ -117,7 +117,14 @@ def streamed_tables(
             yield made.data.table, made.features
         return
     schema = features.arrow_schema
-    for table in dataset.with_format("arrow").iter(batch_size):
-        if table.schema.types != schema.types or table.column_names != schema.names:
-            table = datasets.table.table_cast(table.select(schema.names), schema)
-        yield table, features
+    # Only asked of streams that come as tables: others would be made to tables part by part, whose
+    # types can differ.
+    if getattr(getattr(dataset, "_ex_iterable", None), "iter_arrow", None) is not None:
+        for table in dataset.with_format("arrow").iter(batch_size):
+            yield table.select(schema.names).cast(schema), features
+        return
+    if hasattr(dataset, "decode"):  # or images would be decoded, and encoded again
+        dataset = dataset.decode(False)
+    for batch in dataset.with_format(None).iter(batch_size):
+        encoded = features.encode_batch({name: batch[name] for name in schema.names})
+        yield pa.Table.from_pydict(encoded, schema), features

@@ -26,6 +26,9 @@ _ALIGNMENT = 64
 """XLA takes memory as it is only where it begins at a multiple of so many bytes."""
 
 
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+
+
 class UnfitValue(Exception):
     """A value that the column's array cannot hold; the row is found by whoever catches it."""
 
@@ -81,7 +84,7 @@ class Conversion:
     def scalar(self, value: Any) -> Any:
         """A number by itself, in a dict, checked."""
         if isinstance(value, float):
-            if not self.wide and np.isfinite(value) and abs(value) > np.finfo(np.float32).max:
+            if not self.wide and math.isfinite(value) and abs(value) > _LARGEST_FLOAT32:
                 raise UnfitValue(f"{value} does not fit float32")
         elif isinstance(value, int) and not isinstance(value, bool):
             info = np.iinfo(np.int64 if self.wide else np.int32)
@@ -354,4 +357,3 @@ def _dicts(array: pa.Array, feature: Any, conversion: Conversion) -> list[Any]:
         {name: values[row] for name, values in fields.items()} if is_valid else None
         for row, is_valid in enumerate(valid.tolist())
     ]
-

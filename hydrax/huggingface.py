@@ -19,9 +19,7 @@ import numpy as np
 try:
     import datasets
 except ImportError as error:
-    raise ImportError(
-        "hydrax.huggingface needs datasets; install hydrax[huggingface]"
-    ) from error
+    raise ImportError("hydrax.huggingface needs datasets; install hydrax[huggingface]") from error
 
 from hydrax._arguments import check_int
 from hydrax._datagroup import DataGroup
