@@ -1,4 +1,4 @@
-"""How a column of a Hugging Face data set fills its arrays, or becomes side data. Imports no JAX."""
+"""How a column of a Hugging Face data set fills arrays, or becomes side data. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from hydrax._arguments import check_int
 from hydrax._huggingface_media import decode_audio, decoder_of
-from hydrax._huggingface_memory import Column, Ints, Irregular, Rows, numpy_dtype, storage_type
+from hydrax._huggingface_memory import Column, Ints, IrregularError, Rows, numpy_dtype, storage_type
 from hydrax._huggingface_values import Chunks, child_feature
 
 __all__ = ["Filler", "SideData", "plan_column"]
@@ -184,17 +184,17 @@ class FixedFiller(Filler):
         target = arrays[self.name]
         start = 0
         for where in self._chunks.locate(rows):
-            part = target[start : start + where.count]
+            part = target[start : start + where.total]
             try:
                 self._write(where, part, positions[start:])
-            except Irregular:
+            except IrregularError:
                 self._fill_singly(where, part, positions[start:])
-            start += where.count
+            start += where.total
 
     def _write(self, where: Rows, target: np.ndarray[Any, Any], positions: Ints) -> None:
         values, valid = self._column.read(where)
         if values.shape != target.shape:
-            raise Irregular("not of the declared shape")
+            raise IrregularError("not of the declared shape")
         if valid is not None:
             if self._fill_null is None:
                 row = int(np.flatnonzero(~valid.reshape(len(valid), -1).all(axis=1))[0])
@@ -205,7 +205,7 @@ class FixedFiller(Filler):
     def _fill_singly(self, where: Rows, target: np.ndarray[Any, Any], positions: Ints) -> None:
         """Rows of which some are null, or of a wrong shape."""
         present = self._column.valid(where)
-        for row in range(where.count):
+        for row in range(where.total):
             position = positions[row : row + 1]
             if present is not None and not present[row]:
                 if self._fill_null is None:
@@ -214,7 +214,7 @@ class FixedFiller(Filler):
                 continue
             try:
                 self._write(_one(where, row), target[row : row + 1], position)
-            except Irregular:
+            except IrregularError:
                 raise self._refuse(
                     int(position[0]), f"it has not the declared shape {self._shape}"
                 ) from None
@@ -286,7 +286,7 @@ class PaddedFiller(Filler):
         where = Rows(np.array([chunk]), np.array([start]), length)
         try:
             values, valid = self._column.child.read(where)
-        except Irregular:
+        except IrregularError:
             raise self._refuse(position, "an element is null or has another shape") from None
         if values.shape[1:] != self._shape[1:]:
             raise self._refuse(position, f"its elements have not the shape {self._shape[1:]}")

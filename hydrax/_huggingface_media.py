@@ -27,8 +27,8 @@ def decoder_of(feature: Any, name: str) -> Callable[[Any], Any] | None:
     if kind in ("Translation", "TranslationVariableLanguages", "Json"):
         return None
     raise TypeError(
-        f"column {name!r} has the feature {kind}, which cannot be brought to JAX; leave it out with "
-        f"columns=, or decode it with a loader function of your own"
+        f"column {name!r} has the feature {kind}, which cannot be brought to JAX; leave it out "
+        "with columns=, or decode it with a loader function of your own"
     )
 
 

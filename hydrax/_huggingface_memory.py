@@ -2,7 +2,7 @@
 
 A column of fixed-size rows is read with a few operations on whole arrays, however many chunks it
 has and in whatever order the rows are wanted: the addresses of the rows are worked out with NumPy,
-and then copied from. What has no fixed size is said to be :class:`Irregular`, and left to
+and then copied from. What has no fixed size is said to be :class:`IrregularError`, and left to
 :mod:`hydrax._huggingface_values`. Imports no JAX.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-__all__ = ["Column", "Irregular", "Rows", "numpy_dtype", "storage_type"]
+__all__ = ["Column", "IrregularError", "Rows", "numpy_dtype", "storage_type"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -22,7 +22,7 @@ _MEMMOVE_NBYTES = 4096
 """From this size on, a call a row costs less than copying the rows twice."""
 
 
-class Irregular(Exception):
+class IrregularError(Exception):
     """The rows are not of one shape, or some are null."""
 
 
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
     length: int
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         """Rows in all."""
         return len(self.chunk) * self.length
 
@@ -50,7 +50,8 @@ def numpy_dtype(kind: pa.DataType) -> np.dtype[Any] | None:
     if pa.types.is_boolean(kind):
         return np.dtype(np.bool_)
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        return np.dtype(kind.to_pandas_dtype())
+        dtype: np.dtype[Any] = np.dtype(kind.to_pandas_dtype())
+        return dtype
     return None
 
 
@@ -66,7 +67,7 @@ class Column:
         chunks: Arrays of one type; at least one.
 
     Raises:
-        Irregular: The type is another one.
+        IrregularError: The type is another one.
     """
 
     def __init__(self, chunks: list[pa.Array]) -> None:
@@ -92,7 +93,7 @@ class Column:
             self._child = Column([chunk.values for chunk in chunks])
             self.dtype = self._child.dtype
         else:
-            raise Irregular(f"{kind} has no NumPy dtype")
+            raise IrregularError(f"{kind} has no NumPy dtype")
 
     def read(self, rows: Rows) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | None]:
         """Values of the rows, and which of them are valid, or None if all are.
@@ -100,10 +101,10 @@ class Column:
         The values may be a view of the column's memory: read-only, and valid as long as the column.
 
         Raises:
-            Irregular: The rows are no array.
+            IrregularError: The rows are no array.
         """
         values, valid = self._read(rows.chunk, rows.start, rows.length)
-        shape = (rows.count, *values.shape[2:])
+        shape = (rows.total, *values.shape[2:])
         return values.reshape(shape), None if valid is None else valid.reshape(shape)
 
     def lengths(self, rows: Rows) -> tuple[Ints, Ints]:
@@ -146,20 +147,20 @@ class Column:
         if self._child is None:
             return self._read_numbers(chunk, start, length), valid
         if valid is not None:
-            raise Irregular("a row is null")
+            raise IrregularError("a row is null")
         if self._fixed_size:
             size = self._fixed_size
             first = (self._offset[chunk] + start) * size
         else:
             starts, lengths = self._bounds(chunk, start, length)
             if lengths.size == 0:
-                raise Irregular("no rows")
+                raise IrregularError("no rows")
             size = int(lengths[0, 0])
             if (lengths != size).any():
-                raise Irregular("rows of different lengths")
+                raise IrregularError("rows of different lengths")
             first = starts[:, 0]
         if size == 0 and self._child._child is not None:
-            raise Irregular("the shape of no elements")
+            raise IrregularError("the shape of no elements")
         values, valid = self._child._read(chunk, first, length * size)
         shape = (len(chunk), length, size, *values.shape[2:])
         return values.reshape(shape), None if valid is None else valid.reshape(shape)

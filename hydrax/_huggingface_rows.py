@@ -144,7 +144,7 @@ def data_group(
     **options: Any,
 ) -> DataGroup[dict[str, Any]]: ...
 @overload
-def data_group(
+def data_group(  # type: ignore[overload-cannot-match, unused-ignore]  # datasets has no types
     dataset: datasets.DatasetDict,
     batch_size: int,
     *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -123,8 +124,22 @@ def streamed_tables(
         for table in dataset.with_format("arrow").iter(batch_size):
             yield table.select(schema.names).cast(schema), features
         return
-    if hasattr(dataset, "decode"):  # or images would be decoded, and encoded again
+    if hasattr(dataset, "decode"):  # what need not be decoded by a function, to be encoded again
         dataset = dataset.decode(False)
     for batch in dataset.with_format(None).iter(batch_size):
-        encoded = features.encode_batch({name: batch[name] for name in schema.names})
+        values = {name: _stored_losslessly(batch[name]) for name in schema.names}
+        encoded = features.encode_batch(values)
         yield pa.Table.from_pydict(encoded, schema), features
+
+
+def _stored_losslessly(value: Any) -> Any:
+    """Values with decoded images stored so that no pixel changes; JPEG again would change them."""
+    if isinstance(value, list):
+        return [_stored_losslessly(element) for element in value]
+    if isinstance(value, dict):
+        return {key: _stored_losslessly(element) for key, element in value.items()}
+    if hasattr(value, "tobitmap"):  # of images of Pillow only
+        file = io.BytesIO()
+        value.save(file, "TIFF")
+        return {"bytes": file.getvalue(), "path": None}
+    return value

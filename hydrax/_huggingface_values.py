@@ -1,4 +1,4 @@
-"""Columns of a Hugging Face data set as NumPy arrays and lists, in the form that its JAX format has.
+"""Columns of a Hugging Face data set as NumPy arrays and lists, as its JAX format arranges them.
 
 What is one array, what is a list of arrays, and which dtype it has is decided here; what becomes a
 ``jax.Array`` is left to :mod:`hydrax._huggingface_placement`. Imports no JAX.
@@ -6,6 +6,7 @@ What is one array, what is a list of arrays, and which dtype it has is decided h
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hydrax._huggingface_media import decoder_of
-from hydrax._huggingface_memory import Column, Ints, Irregular, Rows, numpy_dtype, storage_type
+from hydrax._huggingface_memory import Column, Ints, IrregularError, Rows, numpy_dtype, storage_type
 from hydrax.errors import ValueRangeError
 
 __all__ = ["Chunks", "ColumnReader", "Conversion", "aligned_empty", "child_feature"]
@@ -29,7 +30,7 @@ _ALIGNMENT = 64
 _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
-class UnfitValue(Exception):
+class UnfitValueError(Exception):
     """A value that the column's array cannot hold; the row is found by whoever catches it."""
 
 
@@ -39,7 +40,7 @@ class Conversion:
 
     Attributes:
         wide: Whether JAX has 64-bit types.
-        fill: Stands in for nulls; None refuses nulls in integers and bools, and makes NaN of others.
+        fill: Stands in for nulls; None refuses them in integers and bools, and makes NaN of others.
     """
 
     wide: bool = False
@@ -62,7 +63,7 @@ class Conversion:
         """Write numbers to an array of another dtype, with nulls filled.
 
         Raises:
-            UnfitValue: One does not fit, or is null.
+            UnfitValueError: One does not fit, or is null.
         """
         if valid is not None:
             values = np.where(valid, values, self._filling(out.dtype, values.dtype))
@@ -70,14 +71,14 @@ class Conversion:
         if limits is not None and values.size:
             for value in (int(values.min()), int(values.max())):
                 if not limits[0] <= value <= limits[1]:
-                    raise UnfitValue(f"{value} does not fit {out.dtype}")
+                    raise UnfitValueError(f"{value} does not fit {out.dtype}")
         if out.dtype.itemsize < values.dtype.itemsize and out.dtype.kind == "f":
             with np.errstate(over="ignore"):
                 np.copyto(out, values, casting="unsafe")
             infinite = np.isinf(out)
             if infinite.any() and (infinite != np.isinf(values)).any():
                 value = values[infinite & ~np.isinf(values)][0]
-                raise UnfitValue(f"{value} does not fit {out.dtype}")
+                raise UnfitValueError(f"{value} does not fit {out.dtype}")
             return
         np.copyto(out, values, casting="unsafe")
 
@@ -85,18 +86,18 @@ class Conversion:
         """A number by itself, in a dict, checked."""
         if isinstance(value, float):
             if not self.wide and math.isfinite(value) and abs(value) > _LARGEST_FLOAT32:
-                raise UnfitValue(f"{value} does not fit float32")
+                raise UnfitValueError(f"{value} does not fit float32")
         elif isinstance(value, int) and not isinstance(value, bool):
             info = np.iinfo(np.int64 if self.wide else np.int32)
             if not info.min <= value <= info.max:
-                raise UnfitValue(f"{value} does not fit {info.dtype}")
+                raise UnfitValueError(f"{value} does not fit {info.dtype}")
         return value
 
     def _filling(self, dtype: np.dtype[Any], source: np.dtype[Any]) -> Any:
         fill = self.fill
         if fill is None:
             if dtype.kind != "f":
-                raise UnfitValue(f"there is a null, which {dtype} cannot hold")
+                raise UnfitValueError(f"there is a null, which {dtype} cannot hold")
             return source.type(np.nan)
         return np.asarray(fill).astype(np.result_type(source, np.asarray(fill).dtype))
 
@@ -180,10 +181,8 @@ class ColumnReader:
         self.is_plain = _is_plain(storage_type(chunked.type))
         self._column: Column | None = None
         if not self.is_plain:
-            try:
+            with contextlib.suppress(IrregularError):
                 self._column = Column(self._chunks.arrays)
-            except Irregular:
-                pass
 
     def read(self, rows: range | Ints, first: int = 0) -> Any:
         """The rows as an array, or a list of one value for each.
@@ -197,22 +196,24 @@ class ColumnReader:
         """
         try:
             return self._read(rows)
-        except UnfitValue as error:
+        except UnfitValueError as error:
             text = str(error)
         for position, row in enumerate(rows):
             try:
                 self._read(np.array([row]))
-            except UnfitValue as error:
+            except UnfitValueError as error:
                 text = f"row {first + position}: {error}"
                 break
-        hint = "give nulls={%r: value}" % self.name if "null" in text else "set jax_enable_x64"
+        hint = "set jax_enable_x64"
+        if "null" in text:
+            hint = f"give nulls={{{self.name!r}: value}}"
         raise ValueRangeError(f"column {self.name!r}, {text}; {hint}, or leave the column out")
 
     def _read(self, rows: range | Ints) -> Any:
         if self._column is not None:
             try:
                 return self._read_regular(self._column, rows)
-            except Irregular:
+            except IrregularError:
                 pass
         return values_of(self._chunks.take(rows), self._feature, self._conversion)
 
@@ -220,7 +221,7 @@ class ColumnReader:
         found = [column.read(where) for where in self._chunks.locate(rows)]
         shape = found[0][0].shape[1:]
         if any(values.shape[1:] != shape for values, _ in found):
-            raise Irregular("stretches of different shapes")
+            raise IrregularError("stretches of different shapes")
         out = aligned_empty((len(rows), *shape), self._conversion.target(column.dtype))
         start = 0
         for values, valid in found:

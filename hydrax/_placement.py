@@ -184,7 +184,9 @@ class NumpyImporter:
         ):
             return jax.device_put(array)
         memory: Any = _OwnMemory(array)
-        return self._import(memory, 0, array.shape, code, 8 * array.dtype.itemsize)
+        bits = 8 * array.dtype.itemsize
+        imported: jax.Array = self._import(memory, 0, array.shape, code, bits)
+        return imported
 
 
 def _address(array: np.ndarray[Any, Any]) -> int:

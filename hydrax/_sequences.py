@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 import sqlite3
+import sys
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -109,7 +110,7 @@ def _open_file_in(value: Any, path: str, depth: int, seen: set[int]) -> str | No
         if kind.__name__ in ("File", "Group", "Dataset") and value:
             return f"{path} is of the open file {value.file.filename!r}"
         return None
-    if depth == 0 or kind.__module__ == "builtins" and not isinstance(value, _CONTAINERS):
+    if depth == 0 or (kind.__module__ == "builtins" and not isinstance(value, _CONTAINERS)):
         return None
     if isinstance(value, (np.ndarray, logging.Handler, logging.Logger, types.ModuleType, type)):
         return None
@@ -139,7 +140,7 @@ _CONTAINERS = (dict, list, tuple)
 
 def _describe_stream(stream: io.IOBase, path: str) -> str | None:
     try:
-        if stream.closed or stream.fileno() <= 2:
+        if stream.closed or stream in (sys.stdin, sys.stdout, sys.stderr) or stream.fileno() <= 2:
             return None
     except (OSError, ValueError, AttributeError):  # in memory
         return None
@@ -214,7 +215,8 @@ class H5Rows(Sequence[Any]):
         parts = [dataset[int(run[0]) : int(run[-1]) + 1] for run in runs if len(run)]
         if not parts:
             return dataset[:0]  # type: ignore[no-any-return]
-        return np.concatenate(parts)[places]  # type: ignore[no-any-return]
+        taken: Any = np.concatenate(parts)[places]
+        return taken  # type: ignore[no-any-return]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return H5Rows, self._place

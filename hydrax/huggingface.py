@@ -2,8 +2,8 @@
 
 :func:`iter_batches` gives what ``dataset.with_format("jax").iter(batch_size)`` gives, several times
 as fast. :func:`data_group` and :func:`load_rows` put a data set into a :class:`hydrax.Dataloader`,
-with its shuffling, validation and resuming. Both read from the memory of the data set's Arrow table,
-without an object of Python for each value.
+with its shuffling, validation and resuming. Both read from the memory of the data set's Arrow
+table, without an object of Python for each value.
 
 This module needs ``datasets`` (``pip install 'hydrax[huggingface]'``).
 """
@@ -92,7 +92,8 @@ def iter_batches(
     if remainder not in ("short", "drop"):
         raise ValueError(f"remainder is {remainder!r}; expected 'short' or 'drop'")
     placer = Placer(resolve_device(device))
-    is_wide = bool(jax.config.jax_enable_x64)
+    config: Any = jax.config
+    is_wide = bool(config.jax_enable_x64)
     if isinstance(dataset, datasets.IterableDataset):
         if loader_count:
             raise ValueError("a streamed data set is read in this process; leave out loader_count")
