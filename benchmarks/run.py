@@ -35,6 +35,7 @@ BENCHMARKS = (
     "tokens",
     "rows",
     "jpeg_folder",
+    "huggingface",
     "ready_batch",
     "jit_draws",
     "start_stop",

@@ -12,7 +12,7 @@ import pyarrow as pa
 from hydrax._arguments import check_int
 from hydrax._huggingface_media import decode_audio, decoder_of
 from hydrax._huggingface_memory import Column, Ints, IrregularError, Rows, numpy_dtype, storage_type
-from hydrax._huggingface_values import Chunks, child_feature
+from hydrax._huggingface_values import Chunks, child_feature, stored_values
 
 __all__ = ["Filler", "SideData", "plan_column"]
 
@@ -115,7 +115,7 @@ class SideData:
             return [
                 None if row is None else row.values.to_numpy(zero_copy_only=False) for row in array
             ]
-        values: list[Any] = array.to_pylist()
+        values = stored_values(array)
         if self._decode is not None:
             return [None if value is None else self._decode(value) for value in values]
         return values

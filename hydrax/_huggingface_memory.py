@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-__all__ = ["Column", "IrregularError", "Rows", "numpy_dtype", "storage_type"]
+__all__ = ["Column", "IrregularError", "Rows", "buffer_addresses", "numpy_dtype", "storage_type"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -185,6 +185,12 @@ class Column:
         position = self._offset[chunk] + start
         valid[marked] = _bits(address[marked], position[marked], length)
         return None if valid.all() else valid
+
+
+def buffer_addresses(arrays: list[pa.Array]) -> list[int]:
+    """Where the buffers of arrays, and of the arrays in them, begin."""
+    buffers = [buffer for array in arrays for buffer in array.buffers()]
+    return [buffer.address for buffer in buffers if buffer is not None and buffer.size > 0]
 
 
 def _addresses(chunks: list[pa.Array], number: int) -> Ints:

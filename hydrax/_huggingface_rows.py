@@ -6,6 +6,7 @@ from the memory of the table into the batch's slot. Imports no JAX.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, overload
 
@@ -15,8 +16,10 @@ import numpy as np
 from hydrax._arguments import check_int
 from hydrax._datagroup import DataGroup
 from hydrax._huggingface_fill import Filler, SideData, plan_column
-from hydrax._huggingface_memory import Ints
+from hydrax._huggingface_memory import Ints, buffer_addresses
 from hydrax._huggingface_table import Positions, check_columns
+from hydrax._huggingface_values import Chunks, stored_values
+from hydrax._mapped import MappedReads
 
 __all__ = ["DatasetRows", "RowRun", "data_group", "load_rows"]
 
@@ -33,6 +36,7 @@ class DatasetRows(Sequence[dict[str, Any]]):
         self._made_of = (dataset, columns, options)
         self._positions = Positions(dataset)
         self._columns = columns
+        self._chunks = {name: Chunks(self._positions.table.column(name)) for name in columns}
         plans = [
             plan
             for name in columns
@@ -42,6 +46,12 @@ class DatasetRows(Sequence[dict[str, Any]]):
         ]
         self.fillers = [plan for plan in plans if isinstance(plan, Filler)]
         self.side_data = [plan for plan in plans if isinstance(plan, SideData)]
+        chunks = [chunk for name in columns for chunk in self._chunks[name].arrays]
+        specs = [spec for filler in self.fillers for spec in filler.arrays().values()]
+        self.reads = MappedReads(
+            buffer_addresses(chunks),
+            sum(math.prod(shape) * dtype.itemsize for shape, dtype, _ in specs),
+        )
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -54,11 +64,8 @@ class DatasetRows(Sequence[dict[str, Any]]):
         position = range(len(self))[index]
         if isinstance(position, range):
             return RowRun(self, np.array(position, np.int64))
-        row = self.table_rows(np.array([position]))[0]
-        found: list[dict[str, Any]] = (
-            self._positions.table.select(self._columns).slice(int(row), 1).to_pylist()
-        )
-        return found[0]
+        rows = self.table_rows(np.array([position]))
+        return {name: stored_values(chunks.take(rows))[0] for name, chunks in self._chunks.items()}
 
     def __getitems__(self, positions: Sequence[int]) -> RowRun:
         return RowRun(self, np.asarray(positions, np.int64))
@@ -122,7 +129,9 @@ def load_rows(
     wanted = data.table_rows(rows.positions)
     for filler in data.fillers:
         filler.fill(wanted, rows.positions, arrays)
-    return {side.name: side.read(wanted) for side in data.side_data}
+    additional = {side.name: side.read(wanted) for side in data.side_data}
+    data.reads.note(len(rows), is_random=not isinstance(wanted, range))
+    return additional
 
 
 load_rows.is_batched = True  # type: ignore[attr-defined]

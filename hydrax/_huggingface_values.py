@@ -21,7 +21,14 @@ from hydrax._huggingface_media import decoder_of
 from hydrax._huggingface_memory import Column, Ints, IrregularError, Rows, numpy_dtype, storage_type
 from hydrax.errors import ValueRangeError
 
-__all__ = ["Chunks", "ColumnReader", "Conversion", "aligned_empty", "child_feature"]
+__all__ = [
+    "Chunks",
+    "ColumnReader",
+    "Conversion",
+    "aligned_empty",
+    "child_feature",
+    "stored_values",
+]
 
 _ALIGNMENT = 64
 """XLA takes memory as it is only where it begins at a multiple of so many bytes."""
@@ -259,6 +266,14 @@ def values_of(array: pa.Array, feature: Any, conversion: Conversion) -> Any:
     if pa.types.is_struct(kind):
         return _dicts(array, feature, conversion)
     return _joined(_rows_of_lists(array, feature, conversion))
+
+
+def stored_values(array: pa.Array) -> list[Any]:
+    """The elements as Python objects, as they are stored."""
+    values: list[Any] = (
+        array.storage if isinstance(array, pa.ExtensionArray) else array
+    ).to_pylist()
+    return values
 
 
 def child_feature(feature: Any, name: str | None = None) -> Any:

@@ -20,6 +20,7 @@ from hydrax import _context, _core
 from hydrax._convert import convert
 from hydrax._debug import CheckedLoader, Checksums, checksums_of
 from hydrax._failures import EXITS, LoadFailure, RunReport, describe_failure
+from hydrax._mapped import reads_of
 from hydrax._ragged import with_lengths
 from hydrax._random import ItemRandom
 from hydrax._sequences import items_of, take
@@ -111,6 +112,7 @@ class ItemLoader:
         self._slots: dict[tuple[int, int], Arrays] = {}
         self._views: dict[tuple[int, int], list[Arrays]] = {}
         self._kept = 0
+        self._reads = [reads_of(group.data) for group in job.groups]
         self._scratch: dict[int, Arrays] = {}
         self._random = ItemRandom()
         self._checksums: Checksums = {}
@@ -134,6 +136,9 @@ class ItemLoader:
         try:
             load = self._load_batched if self._job.is_batched else self._load_items
             results = load(run, group, skipped)
+            reads = self._reads[run.group]
+            if reads is not None:
+                reads.note_run(run)
             run.complete(self._pack(run, group, results, skipped))
         except _ItemError as failed:
             cause = failed.__cause__

@@ -182,11 +182,11 @@ class NumpyImporter:
             or not array.flags.writeable  # DLPack before 1.0 cannot say so
             or _address(array) % ALIGNMENT
         ):
-            return jax.device_put(array)
+            placed: jax.Array = jax.device_put(array)
+            return placed
         memory: Any = _OwnMemory(array)
         bits = 8 * array.dtype.itemsize
-        imported: jax.Array = self._import(memory, 0, array.shape, code, bits)
-        return imported
+        return self._import(memory, 0, array.shape, code, bits)
 
 
 def _address(array: np.ndarray[Any, Any]) -> int:
