@@ -154,8 +154,8 @@ CASES: dict[str, tuple[list[Any], Any]] = {
     "Array3D": ([np.ones((2, 1, 3))] * 2, Array3D((2, 1, 3), "float64")),
     "Array4D": ([np.ones((2, 1, 3, 1))] * 2, Array4D((2, 1, 3, 1), "int8")),
     "Array5D": ([np.ones((2, 1, 3, 1, 2))] * 2, Array5D((2, 1, 3, 1, 2), "uint8")),
-    "lists of Array2D": ([[np.eye(2)], [np.eye(2)] * 2], list_of(Array2D((2, 2), "float32"))),
-    "equal lists of Array2D": ([[np.eye(2)]] * 3, list_of(Array2D((2, 2), "float32"))),
+    "lists of Array2D": ([[EYE], [EYE] * 2], list_of(Array2D((2, 2), "float32"))),
+    "equal lists of Array2D": ([[EYE]] * 3, list_of(Array2D((2, 2), "float32"))),
     "dicts": (
         [{"a": 1, "b": "x", "c": 1.5, "d": True}, {"a": 2, "b": None, "c": None, "d": False}],
         None,
@@ -196,9 +196,10 @@ CASES_SINCE_5: dict[str, tuple[list[Any], Any]] = {
     "null lists of floats": ([[1.0, 2.0], None], list_of(Value("float32"))),
     "null lists of lists": ([None, [[1, 2], None], EYE], list_of(list_of(Value("int64")))),
     "null lists of text": ([["a", None], None], list_of(Value("string"))),
-    "null lists of Array2D": ([[np.eye(2)], None], list_of(Array2D((2, 2), "float32"))),
+    "null lists of Array2D": ([[EYE], None], list_of(Array2D((2, 2), "float32"))),
 }
-if int(datasets.__version__.split(".")[0]) >= 5:
+MAJOR_RELEASE = int(datasets.__version__.split(".")[0])
+if MAJOR_RELEASE >= 5:
     CASES |= CASES_SINCE_5
 
 
@@ -481,6 +482,8 @@ def test_streamed_images_are_decoded() -> None:
     stream = dataset_of([image(), jpeg, jpeg], Image()).to_iterable_dataset()
     check_against_datasets(stream, 2, loader_count=None)
     (whole,) = values_of(dataset_of([image(), jpeg, jpeg], Image()))
+    if MAJOR_RELEASE < 4:
+        return  # it makes JPEGs anew itself
     # What a function was given decoded must not become a JPEG a second time.
     (filtered,) = values_of(stream.filter(lambda row: True), loader_count=None)
     np.testing.assert_array_equal(filtered, whole)
@@ -743,6 +746,15 @@ def test_lists_of_arrays_are_padded_too() -> None:
         2,
         4,
     ]
+
+
+def test_large_rows_in_any_order(rng: np.random.Generator) -> None:
+    rows = rng.integers(0, 256, (12, 3, 80, 80)).astype(np.uint8)
+    dataset = dataset_of(list(rows), Array3D((3, 80, 80), "uint8")).shuffle(seed=0)
+    group = data_group(dataset, 12, shuffle_first=True)
+    batch = load_group(group)
+    expected = dataset.with_format("numpy")[list(batch.indices)]["c"]
+    np.testing.assert_array_equal(batch.arrays["c"], expected)
 
 
 def test_images_are_brought_to_one_mode_and_size() -> None:
