@@ -36,6 +36,7 @@ BENCHMARKS = (
     "cache",
     "rows",
     "jpeg_folder",
+    "huggingface",
     "ready_batch",
     "jit_draws",
     "start_stop",

@@ -9,6 +9,7 @@ from types import NoneType
 from typing import Any, Generic, Literal, TypeVar, overload
 
 from hydrax._arguments import check_int
+from hydrax._sequences import as_sequence
 from hydrax._specs import ArrayLayout, ArraySpec, Ragged, lay_out, parse_specs
 
 __all__ = ["DataGroup", "check_groups", "check_validation"]
@@ -23,22 +24,6 @@ _REMAINDER_MODES = ("drop", "pad", "short")
 _SHUFFLE_MODES = ("repeat", "reseed", "itemwise", "batchwise", "default")
 
 
-def _as_sequence(data: Any) -> Sequence[Any]:
-    """The data as something with a length and items by position."""
-    kind = type(data)
-    if kind.__module__.partition(".")[0] == "pandas" and kind.__name__ == "DataFrame":
-        raise TypeError(
-            "data is a pandas DataFrame, whose items are its columns; "
-            "use hydrax.pandas.RowData(dataframe) for its rows"
-        )
-    has_positions = hasattr(kind, "__len__") and hasattr(kind, "__getitem__")
-    if has_positions and not isinstance(data, Mapping):
-        return data  # type: ignore[no-any-return]
-    if isinstance(data, Iterable):
-        return list(data)
-    raise TypeError(f"data is {kind.__name__}; expected a sequence or a finite iterable")
-
-
 class DataGroup(Sequence[D], Generic[D]):
     """Data of one kind: descriptors, a batch size, and the arrays that an item is loaded into.
 
@@ -49,8 +34,11 @@ class DataGroup(Sequence[D], Generic[D]):
         batch_size: Items per batch, at least 1. Capped at ``len(data)``, so that a small data set
             still gives one batch.
         data: The items' descriptors: whatever the loader function needs to load an item. Anything
-            with a length and items by position, also one that computes them, such as a ``range``;
-            another finite iterable is turned into a list. Do not change it afterwards.
+            with a length and items by position, also one that computes them, such as a ``range``,
+            a data set of another library, or an array in memory or in a file; another finite
+            iterable is turned into a list. ``__getitems__`` is called for a run of items where
+            there is one. Do not change it afterwards. What holds open files is refused, except
+            datasets of h5py, which each loader process opens anew.
         loader_arrays: ``{"name": (shape, numpy_dtype, jax_dtype)}``, with the shape of one item,
             without the batch dimension; ``()`` is a scalar per item. The loader function fills
             arrays of ``numpy_dtype``; JAX gets them as ``jax_dtype``. Where the two differ the
@@ -144,7 +132,7 @@ class DataGroup(Sequence[D], Generic[D]):
             raise TypeError(f"cache_fingerprint is {cache_fingerprint!r:.80}; expected str or int")
         self._cache_fingerprint = cache_fingerprint
         self._seed = check_int("seed", seed, minimum=-(2**63), maximum=2**64 - 1)
-        self._data = _as_sequence(data)
+        self._data = as_sequence(data)
         try:
             count = len(self._data)
         except OverflowError:

@@ -20,8 +20,10 @@ from hydrax import _context, _core
 from hydrax._convert import convert
 from hydrax._debug import CheckedLoader, Checksums, checksums_of
 from hydrax._failures import EXITS, LoadFailure, RunReport, describe_failure
+from hydrax._mapped import reads_of
 from hydrax._ragged import with_lengths
 from hydrax._random import ItemRandom
+from hydrax._sequences import items_of, take
 from hydrax._shared_items import readable
 from hydrax._specs import ArrayLayout
 from hydrax.errors import RaggedLengthError, ValueRangeError
@@ -110,6 +112,7 @@ class ItemLoader:
         self._slots: dict[tuple[int, int], Arrays] = {}
         self._views: dict[tuple[int, int], list[Arrays]] = {}
         self._kept = 0
+        self._reads = [reads_of(group.data) for group in job.groups]
         self._scratch: dict[int, Arrays] = {}
         self._random = ItemRandom()
         self._checksums: Checksums = {}
@@ -133,6 +136,9 @@ class ItemLoader:
         try:
             load = self._load_batched if self._job.is_batched else self._load_items
             results = load(run, group, skipped)
+            reads = self._reads[run.group]
+            if reads is not None:
+                reads.note_run(run)
             run.complete(self._pack(run, group, results, skipped))
         except _ItemError as failed:
             cause = failed.__cause__
@@ -267,7 +273,6 @@ class ItemLoader:
         loader = self._job.loader_func
         begin = run.begin
         forget = self._random.forget
-        data = self._data[run.group]
         start = first - run.first
         indices = run.indices()[start : start + len(views)]
         seeds = run.seeds()[start : start + len(views)]
@@ -275,14 +280,17 @@ class ItemLoader:
         item = first
         has_results = False
         try:
+            descriptors = items_of(self._data[run.group], indices)
             if group.ragged:
                 loader = with_lengths(loader, group.ragged, is_batched=False)
             if self._job.is_debug:
                 loader = self._checked(loader, first)
-            for index, view, seed, item_seed in zip(indices, views, given, seeds, strict=True):
+            for position, (view, seed, item_seed) in enumerate(
+                zip(views, given, seeds, strict=True)
+            ):
                 if begin(item, item_seed):
                     forget()
-                result = loader(data[index], view, seed)
+                result = loader(descriptors[position], view, seed)
                 if result is not None:
                     if not has_results:
                         results.extend([None] * (item - run.first - len(results)))
@@ -533,7 +541,7 @@ def _collect(
 def _descriptors(run: _core.Run, data: Sequence[Any], start: int, count: int) -> Sequence[Any]:
     """Descriptors of some of a run's items, as an array where the data is a range or an array."""
     if not isinstance(data, (range, np.ndarray)):
-        return [data[index] for index in run.indices()[start : start + count]]
+        return take(data, run.indices()[start : start + count])
     indices = np.empty(run.count, np.int64)
     run.fill_indices(indices.data)
     indices = indices[start : start + count]

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from hydrax import _core
-from hydrax._specs import ArrayLayout, dlpack_code
+from hydrax._specs import ALIGNMENT, ArrayLayout, dlpack_code
 
-__all__ = ["Placement", "canonical_dtypes", "slot_view"]
+__all__ = ["NumpyImporter", "Placement", "canonical_dtypes", "slot_view"]
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def _choose_importer(device: Any) -> Importer | None:
     try:
         direct = _direct_importer(device)
         probe = np.arange(32, dtype=np.float32)
-        result = direct(_Probe(probe), 0, (32,), 2, 32)  # type: ignore[arg-type]
+        result = direct(_OwnMemory(probe), 0, (32,), 2, 32)  # type: ignore[arg-type]
         if (
             isinstance(result, jax.Array)
             and result.devices() == {device}
@@ -121,14 +121,17 @@ def _choose_importer(device: Any) -> Importer | None:
     return _public_importer(device)
 
 
-class _Probe:
-    """Stands in for a lease when an importer is tried out."""
+class _OwnMemory:
+    """Stands in for a lease where an array has memory of its own."""
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         self._array = array
 
     def capsule(self, *_: Any) -> Any:
         return self._array.__dlpack__()
+
+    def tensor(self, *_: Any) -> Any:
+        return self._array
 
 
 def _direct_importer(device: Any) -> Importer:
@@ -159,3 +162,35 @@ def _public_importer(device: Any) -> Importer | None:
     if jax.device_count() > 1:
         return None
     return lambda lease, *spec: jax.dlpack.from_dlpack(lease.tensor(*spec), device=device)
+
+
+class NumpyImporter:
+    """Turns NumPy arrays into jax.Arrays on JAX's default device, as they lie if on the CPU.
+
+    Memory that begins at a multiple of 64 bytes is not copied there, and must not be written to
+    afterwards. The arrays are uncommitted.
+    """
+
+    def __init__(self) -> None:
+        device = _default_device()
+        self._import = _choose_importer(device) if device.platform == "cpu" else None
+
+    def __call__(self, array: np.ndarray[Any, Any]) -> jax.Array:
+        code = dlpack_code(array.dtype)
+        if (
+            self._import is None
+            or code is None
+            or array.size == 0
+            or not array.flags.writeable  # DLPack before 1.0 cannot say so
+            or _address(array) % ALIGNMENT
+        ):
+            placed: jax.Array = jax.device_put(array)
+            return placed
+        memory: Any = _OwnMemory(array)
+        bits = 8 * array.dtype.itemsize
+        return self._import(memory, 0, array.shape, code, bits)
+
+
+def _address(array: np.ndarray[Any, Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address

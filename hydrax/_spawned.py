@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from hydrax import _context, _core
 from hydrax._failures import LoadFailure, describe_failure
 from hydrax._item_loader import LoadJob
+from hydrax._sequences import dumps
 from hydrax._worker_main import leave, leave_group, run_worker, signals_held
 from hydrax.errors import WorkerStartError
 
@@ -46,7 +47,7 @@ def pack_job(job: LoadJob) -> bytes:
     parts.update({f"the data of group {i}": group.data for i, group in enumerate(job.groups)})
     for name, part in parts.items():
         try:
-            packed = pickle.dumps(part, protocol=5)
+            packed = dumps(part)
         except Exception as error:
             raise TypeError(
                 f"{name} ({part!r:.80}) cannot be pickled, which start_method='spawn' and "
@@ -63,7 +64,7 @@ def pack_job(job: LoadJob) -> bytes:
     # The child's own business, and a secret that cannot be pickled.
     for key in ("authkey", "start_method", "log_to_stderr"):
         preparation.pop(key, None)
-    return pickle.dumps((preparation, pickle.dumps(job, protocol=5)), protocol=5)
+    return pickle.dumps((preparation, dumps(job)), protocol=5)
 
 
 def start() -> tuple[subprocess.Popen[bytes], socket.socket]:

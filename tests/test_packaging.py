@@ -42,7 +42,7 @@ def test_stub_describes_every_public_name_of_the_extension() -> None:
 
 def test_extras_that_the_documentation_names_exist() -> None:
     extras = set(importlib.metadata.metadata("hydrax").get_all("Provides-Extra") or [])
-    assert {"all", "image", "pandas", "tqdm", "demo", "test"} <= extras
+    assert {"all", "huggingface", "image", "pandas", "tqdm", "demo", "test"} <= extras
 
 
 def test_every_public_name_exists_and_is_documented() -> None:
