@@ -257,8 +257,6 @@ class ItemLoader:
                 return
             except _ItemError as failed:
                 self._skip(group, failed, skipped)
-                # It may be converted, which what a failed item leaves need not stand.
-                _clear(views[failed.item - first])
                 item = failed.item + 1
 
     def _call_each(
@@ -320,7 +318,8 @@ class ItemLoader:
             try:
                 _convert_parts(parts, slot, scratch, first, count)
             except _ItemError as failed:
-                self._skip(group, failed, skipped)
+                if failed.item not in skipped:  # or it is what an item left that had failed
+                    self._skip(group, failed, skipped)
                 self._convert_each(group, parts, slot, first, count, skipped)
             if self._job.is_debug:
                 self._sum_slot(slot, first, count)

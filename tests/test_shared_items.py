@@ -47,6 +47,7 @@ def shape(value):
     return f"{type(value).__name__} {value!r}"
 
 
+@pytest.mark.sanitize
 @settings(max_examples=50, deadline=None)
 @given(st.lists(values, min_size=1))
 def test_items_are_equal_in_value_and_type(data):
@@ -64,6 +65,7 @@ def test_text_is_the_same_code_point_by_code_point(text):
     assert list(copy) == list(text)
 
 
+@pytest.mark.sanitize
 def test_what_is_copied_is_not_referred_to():
     data = [["a", f"text {number}", (number + 10**6, {"k": 1.5 + number})] for number in range(3)]
     counts = [sys.getrefcount(data[1]), sys.getrefcount(data[1][1]), sys.getrefcount(data[1][2])]

@@ -373,6 +373,21 @@ def test_a_value_that_does_not_fit_costs_its_item_alone(batched):
     assert stats.items_skipped == 4
 
 
+def test_what_a_failed_item_left_is_not_converted():
+    def load_and_fail(number, arrays, seed):
+        arrays["x"][:] = number + 1
+        arrays["y"][...] = 2**40 if is_bad(number) else number + 1
+        if is_bad(number):
+            raise OSError("after all was written")
+        return {"number": number, "seed": seed}
+
+    batches, stats = loaded(group(arrays=CONVERTED), loader=load_and_fail, loader_count=2)
+    for batch in batches:
+        check(batch)
+    assert isinstance(batches[1].skipped[3].__cause__, OSError)
+    assert (stats.items_delivered, stats.items_skipped) == (36, 4)
+
+
 def test_zeros_are_zero_bytes_in_every_dtype():
     names = ["bool", "uint8", "float16", "complex64", "bfloat16", "float8_e8m0fnu", "int4"]
     dtypes = [np.dtype(getattr(ml_dtypes, name, name)) for name in names]
