@@ -25,6 +25,7 @@ import pytest
 from isolated.run import FOLDER, finish, seconds_until_gone, start
 
 from hydrax import (
+    BatchRetainedError,
     BatchTimeoutError,
     DataGroup,
     Dataloader,
@@ -99,12 +100,16 @@ def expected():
         return [(list(batch.indices), list(batch.seeds)) for batch in dataloader]
 
 
-def check(batch, expected):
+def check(batch, expected, skipped=frozenset()):
+    """Compare with what it should be; items that are skipped are masked zeros."""
     numbers, seeds = expected[batch.batch_num]
-    assert batch.arrays["number"].tolist() == numbers
+    assert batch.mask.tolist() == [number not in skipped for number in numbers]
     words = np.asarray(batch.arrays["words"])
-    for row, number, seed in zip(words, numbers, seeds, strict=True):
-        np.testing.assert_array_equal(row, words_of(number, seed))
+    items = zip(words, batch.arrays["number"].tolist(), numbers, seeds, strict=True)
+    for row, found, number, seed in items:
+        is_skipped = number in skipped
+        assert found == (0 if is_skipped else number)
+        np.testing.assert_array_equal(row, 0 if is_skipped else words_of(number, seed))
 
 
 def held():
@@ -291,6 +296,31 @@ def test_items_that_fail_are_an_error_or_a_dropped_batch(expected, rng):
             assert errors == len(bad)
 
 
+def test_items_that_fail_may_be_skipped_and_all_others_come(expected, rng):
+    for _ in range(14):
+        failing = set(rng.integers(0, ITEMS, 3).tolist())
+
+        def load(number, arrays, seed, failing=failing):
+            arrays["words"][:] = 1  # what is left of it is not to be seen
+            if number in failing:
+                raise ValueError(f"number {number} is bad")
+            load_right(number, arrays, seed)
+
+        with (
+            one_run("items that raise, on_error='skip_item': every other item"),
+            Dataloader(load, group(), **options(rng, on_error="skip_item")) as dataloader,
+        ):
+            for batch in dataloader:
+                check(batch, expected, failing)
+                del batch
+            stats = dataloader.stats()
+            skipped = sum(
+                number in failing for numbers, _ in expected[:BATCHES] for number in numbers
+            )
+            assert stats.items_skipped + stats.items_dropped == skipped
+            assert stats.items_delivered == BATCHES * BATCH_SIZE - skipped
+
+
 def test_a_loader_that_is_stuck_is_a_time_out(expected, rng):
     for _ in range(8):
         at = int(rng.integers(ITEMS))
@@ -310,10 +340,10 @@ def test_a_loader_that_is_stuck_is_a_time_out(expected, rng):
 
 def test_batches_that_are_kept_are_a_time_out_and_stay_right(expected, rng):
     for _ in range(8):
-        with one_run("batches that are kept: BatchTimeoutError"):
+        with one_run("batches that are kept: BatchRetainedError"):
             kept = []
             with Dataloader(load_right, group(), **options(rng, timeout_sec=0.3)) as dataloader:
-                with pytest.raises(BatchTimeoutError, match="held by"):
+                with pytest.raises(BatchRetainedError, match="kept"):
                     for batch in dataloader:
                         kept.append(batch)
                 assert 2 <= len(kept) <= 5
