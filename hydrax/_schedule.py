@@ -303,7 +303,7 @@ class Schedule:
             item_count,
             valid_count,
             self._position_after(batch_num + 1, 0),
-            (group.seed_epoch(epoch), batch),
+            (group.seed_epoch(group_pass), batch),
         )
 
     def _position_after(self, training: int, validation: int) -> Position:

@@ -160,6 +160,22 @@ def test_training_and_validation_have_caches_of_their_own(load, tmp_path):
     assert not load.taken()
 
 
+@pytest.mark.parametrize("later", ["batchwise", "reseed", "itemwise"])
+def test_groups_that_are_mixed_by_weight_are_cached_by_their_own_passes(load, tmp_path, later):
+    def groups(location):
+        return [
+            numbers(location and location / str(size), count=size, shuffle_later=later)
+            for size in (6, 15)
+        ]
+
+    options = {"weights": (0.7, 0.3), "end_at": ("batch", 40), "loader_count": 0}
+    expected = run_all(load, groups(None), **options)
+    assert run_all(load, groups(tmp_path), **options) == expected
+    load.taken()
+    assert run_all(load, groups(tmp_path), **options) == expected
+    assert not load.taken()
+
+
 def test_a_cached_run_goes_on_from_a_state_and_from_start_at(load, tmp_path):
     group = numbers(tmp_path)
     expected = run_all(load, group)
@@ -238,6 +254,22 @@ def test_a_batch_with_a_failed_item_is_not_cached(load, tmp_path):
         with pytest.raises(LoaderError, match="not this one"):
             next(dataloader)
         assert len(run(dataloader, 2)) == 2
+
+
+def test_a_batch_without_an_item_that_was_skipped_is_not_cached(load, tmp_path):
+    def load_most(number, arrays, seed):
+        if number == 4:
+            raise ValueError("not this time")
+        return load(number, arrays, seed)
+
+    group = numbers(tmp_path)
+    options = {"on_error": "skip_item", "end_at": ("epoch", 1)}
+    with Dataloader(load_most, group, **options) as dataloader:
+        assert [(batch.uncached, batch.valid_count) for batch in dataloader] == [
+            (False, 3), (True, 2), (False, 3), (False, 3),
+        ]  # fmt: skip
+    assert cache_files(tmp_path) == ["e0-b0.batch", "e0-b2.batch", "e0-b3.batch"]
+    assert len(run_all(load, group, **options)) == len(cache_files(tmp_path)) == 4
 
 
 # Without a copy
