@@ -135,7 +135,7 @@ class _ArenaSource(DrawSource):
             first_draw = first // self._mb_size
             draw_count = -(-(first + count) // self._mb_size) - first_draw
             found = self._selections[chain].block(first_draw, max(draw_count, _KEPT_DRAWS))
-            indices, valid = (part.reshape(-1).tolist() for part in found)
+            indices, valid = found[0].reshape(-1).tolist(), found[1].reshape(-1).tolist()
             start = first_draw * self._mb_size
             self._kept = chain, start, indices, valid
         begin = first - start
