@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hydrax import _context, _core
 from hydrax._arguments import check_int
 from hydrax._datagroup import DataGroup
-from hydrax.data._draws import Chain, Selections
+from hydrax.data._draws import ORDERED, Chain, Selections
 from hydrax.data._host import SourceDataLoader
 from hydrax.data._loaders import array_struct
 from hydrax.data._source import DrawSource
@@ -23,6 +23,8 @@ from hydrax.data._source import DrawSource
 __all__ = ["ArenaDataLoader"]
 
 _SEED_COUNT = 2**31
+# Draws whose rows are looked up at a time.
+_KEPT_DRAWS = 16
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class _ArenaSource(DrawSource):
         self.worker_count = worker_count
         self._startup_func = startup_func
         self._selections = Selections(len(group), mb_size)
+        # The rows around those that were loaded last: chain, number of the first, index, mask.
+        self._kept: tuple[Chain, int, list[int], list[bool]] = (ORDERED, 0, [], [])
 
     @property
     def specs(self) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
@@ -107,26 +111,35 @@ class _ArenaSource(DrawSource):
         mask: NDArray[np.bool_],
         begin: Callable[[int, int], None],
     ) -> None:
-        start_draw = first // self._mb_size
-        skipped = first - start_draw * self._mb_size
-        draw_count = -(-(skipped + count) // self._mb_size)
-        indices, valid = self._selections[chain].block(start_draw, draw_count)
-        np.copyto(mask, valid.reshape(-1)[skipped : skipped + count])
+        indices, valid = self._rows(chain, first, count)
+        mask[:] = valid
         loader_func = self._loader_func
         data = self._group.data
+        names = self._names
         previous = self._enter(chain, first)
         try:
-            for row, index in enumerate(indices.reshape(-1)[skipped : skipped + count].tolist()):
+            for row, index in enumerate(indices):
                 seed = _seed(chain, first + row)
                 begin(row, seed)
-                views = {
-                    name: array[row, ...] for name, array in zip(self._names, arrays, strict=True)
-                }
+                views = {name: array[row, ...] for name, array in zip(names, arrays, strict=True)}
                 loader_func(
                     data[index], MappingProxyType(views), None if chain.is_ordered else seed
                 )
         finally:
             _context.set_run(*previous)
+
+    def _rows(self, chain: Chain, first: int, count: int) -> tuple[list[int], list[bool]]:
+        """Index and mask of some rows; those near the last ones are at hand."""
+        kept, start, indices, valid = self._kept
+        if kept != chain or first < start or first + count > start + len(indices):
+            first_draw = first // self._mb_size
+            draw_count = -(-(first + count) // self._mb_size) - first_draw
+            found = self._selections[chain].block(first_draw, max(draw_count, _KEPT_DRAWS))
+            indices, valid = found[0].reshape(-1).tolist(), found[1].reshape(-1).tolist()
+            start = first_draw * self._mb_size
+            self._kept = chain, start, indices, valid
+        begin = first - start
+        return indices[begin : begin + count], valid[begin : begin + count]
 
     def _enter(self, chain: Chain, position: int) -> tuple[Any, int]:
         kind = _core.VALIDATION if chain.is_ordered else _core.TRAINING

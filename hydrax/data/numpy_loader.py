@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,6 +89,9 @@ class _NumpySource(DrawSource):
         arrays: One per leaf.
         mb_size: Observations of a draw.
     """
+
+    # Copying rows is quick: one processor is left to the program that draws.
+    worker_count = min(2, max(1, (os.cpu_count() or 1) - 1))
 
     def __init__(self, arrays: Sequence[NDArray[Any]], mb_size: int) -> None:
         self._arrays = arrays
