@@ -1,4 +1,4 @@
-/* What a loader process asks of the kernel for itself. */
+/* What a loader process asks of the kernel for itself, and the trainer of a loader process. */
 #include "hx_process.h"
 
 #include <errno.h>
@@ -74,4 +74,10 @@ void hx_process_take_slices(uint64_t slice_ns)
         syscall(SYS_sched_setattr, 0, &scheduling, 0);
     }
     errno = saved_errno;
+}
+
+enum hx_status hx_process_signal_thread(int process, int thread, int signum)
+{
+    /* The C library has had a function for it only since glibc 2.30. */
+    return syscall(SYS_tgkill, process, thread, signum) == 0 ? HX_OK : HX_SYSTEM;
 }

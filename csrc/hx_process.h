@@ -1,4 +1,4 @@
-/* What a loader process asks of the kernel for itself. */
+/* What a loader process asks of the kernel for itself, and the trainer of a loader process. */
 #ifndef HX_PROCESS_H
 #define HX_PROCESS_H
 
@@ -14,5 +14,10 @@ enum hx_status hx_process_guard(int trainer_fd);
  * slices of slice_ns instead (sched_setattr(2), Linux 6.12 and later). Where the kernel does not
  * know that, nothing changes. Child threads and processes inherit it. */
 void hx_process_take_slices(uint64_t slice_ns);
+
+/* Send a signal to one thread of a process, and to no other of its threads. The caller sees to it
+ * that the process is still the one it means: a child that has not been waited for. Returns HX_OK,
+ * HX_SYSTEM. */
+enum hx_status hx_process_signal_thread(int process, int thread, int signum);
 
 #endif

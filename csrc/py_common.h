@@ -62,6 +62,7 @@ PyObject *core_watch_interrupts(PyObject *module, PyObject *unused);
 PyObject *core_checksum(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *core_start_guard(PyObject *module, PyObject *argument);
 PyObject *core_take_slices(PyObject *module, PyObject *argument);
+PyObject *core_signal_thread(PyObject *module, PyObject *args);
 PyObject *core_random_capsule(PyObject *module, PyObject *inner);
 PyObject *core_random_choose_inner(PyObject *module, PyObject *unused);
 PyObject *core_random_restart(PyObject *module, PyObject *unused);

@@ -51,6 +51,9 @@ PyDoc_STRVAR(checksum_doc, "checksum(buffer, seed, /)\n--\n\nXXH64 of a buffer's
 PyDoc_STRVAR(guard_doc, "start_guard(trainer_fd, /)\n--\n\n"
                         "End this process when the process behind the pidfd ends.\n\n"
                         "Takes the descriptor.");
+PyDoc_STRVAR(signal_thread_doc,
+             "signal_thread(process, thread, signum, /)\n--\n\n"
+             "Send a signal to one thread of another process, given by its ids.");
 PyDoc_STRVAR(slices_doc, "take_slices(nanoseconds, /)\n--\n\n"
                          "Let threads with the usual time slice preempt this one when they wake.");
 PyDoc_STRVAR(capsule_doc, "random_capsule(inner, /)\n--\n\n"
@@ -74,6 +77,7 @@ static PyMethodDef core_functions[] = {
     {"checksum", (PyCFunction)(void (*)(void))core_checksum, METH_FASTCALL, checksum_doc},
     {"start_guard", core_start_guard, METH_O, guard_doc},
     {"take_slices", core_take_slices, METH_O, slices_doc},
+    {"signal_thread", core_signal_thread, METH_VARARGS, signal_thread_doc},
     {"draw_handler", core_draw_handler, METH_NOARGS, draw_handler_doc},
     {"watch_interrupts", core_watch_interrupts, METH_NOARGS, watch_doc},
     {"random_capsule", core_random_capsule, METH_O, capsule_doc},

@@ -1,4 +1,4 @@
-/* What a worker process needs of the system beyond Python's os module. */
+/* What worker processes and their trainer need of the system beyond Python's os module. */
 #include "hx_process.h"
 #include "py_common.h"
 #include "py_errors.h"
@@ -23,5 +23,18 @@ PyObject *core_take_slices(PyObject *module, PyObject *argument)
     if (PyErr_Occurred())
         return NULL;
     hx_process_take_slices(slice_ns);
+    return Py_NewRef(Py_None);
+}
+
+PyObject *core_signal_thread(PyObject *module, PyObject *args)
+{
+    int process, thread, signum;
+    enum hx_status status;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "iii:signal_thread", &process, &thread, &signum))
+        return NULL;
+    status = hx_process_signal_thread(process, thread, signum);
+    if (status != HX_OK)
+        return core_raise(status, "sending a signal to a thread");
     return Py_NewRef(Py_None);
 }

@@ -155,11 +155,10 @@ class JaxWatch:
 
     @staticmethod
     def _frames_until_jax(pid: int, stack: Stack) -> tuple[Frame, ...]:
-        """The stack of the thread that waits in JAX, up to the first function there; () if none."""
-        for frames in (stack.frames, *stack.threads):
-            call = jax_call(frames)
-            if call is not None:
-                return frames[: len(frames) - frames[::-1].index(call) + 1]
+        """The stack up to the first function of JAX, if it waits there; () if it does not."""
+        call = jax_call(stack.frames)
+        if call is not None:
+            return stack.frames[: len(stack.frames) - stack.frames[::-1].index(call) + 1]
         if stack.frames and _waits_in_xla(pid):
             # From the line itself to native code, without a function of JAX between them.
             innermost = stack.frames[-1]

@@ -1,8 +1,10 @@
 """Python stacks of loader processes, taken from outside, whatever they are doing.
 
 A loader process has `faulthandler` answer a real-time signal: C code that needs no GIL writes the
-stacks of all threads to a file in memory. The main process holds the same open file, so it sets
-where the writing begins, and reads what came. What a crash leaves goes there, too. Imports no JAX.
+stack of the thread that got it to a file in memory. The main process holds the same open file, so
+it sets where the writing begins, and reads what came. Threads are asked one by one, each for its
+own stack: to read the stack of one that runs meanwhile could crash the process. What a crash leaves
+goes to the file, too. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -19,21 +21,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from hydrax import _core
+
 __all__ = ["Frame", "Process", "Stack", "StackFiles", "format_stack", "offer_stacks"]
 
-# How long a process may take to write its stacks. It has to be scheduled for it.
+# How long a process may take to write its stack, for which it has to be scheduled; and each
+# further thread.
 _ANSWER_S = 1.0
-_LOOK_S = 0.005
-# Threads other than the loading one that are worth showing.
+_THREAD_S = 0.1
+_LOOK_S = 0.002
+# Threads other than the loading one that are asked, and shown.
+_ASKED_THREADS = 16
 _SHOWN_THREADS = 3
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
 _OFFER = re.compile(rb"offer (\d+) (\d+)\n")
 _CRASH = "Fatal Python error"
-_THREAD = re.compile(r".*\(most recent call first\):$")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)$')
-_CUT_OFF = "  ...\n"
-_OUTERMOST = " in run_worker\n"
 _ESCAPED = re.compile(r"\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U[0-9a-f]{8}")
 
 
@@ -78,7 +82,7 @@ def offer_stacks(fd: int) -> None:
     for signum in range(signal.SIGRTMAX, signal.SIGRTMIN - 1, -1):
         if signal.getsignal(signum) == signal.SIG_DFL:
             # System calls that it interrupts are restarted, where the kernel can do so.
-            faulthandler.register(signum, fd, all_threads=True, chain=False)
+            faulthandler.register(signum, fd, all_threads=False, chain=False)
             os.write(fd, b"offer %d %d\n" % (signum, fd))
             return
 
@@ -117,34 +121,65 @@ class StackFiles:
         self._clear(index)
         return self._fds[index]
 
-    def take(self, processes: Mapping[int, Process]) -> dict[int, Stack]:
+    def take(
+        self, processes: Mapping[int, Process], *, of_all_threads: bool = False
+    ) -> dict[int, Stack]:
         """The present stack of each of some processes.
 
         Args:
             processes: Number of a process to what it is.
+            of_all_threads: Whether to ask all Python threads, and not the loading one only.
         """
         stacks: dict[int, Stack] = {}
-        waiting = []
+        asked = {}
         for index, process in processes.items():
-            reason = self._ask(index, process)
+            reason = self._refusal(index, process) or self._ask(index, process, process.pid)
             if reason:
                 stacks[index] = Stack(reason=reason)
             else:
-                waiting.append(index)
-        deadline_s = time.monotonic() + _ANSWER_S
-        sizes = dict.fromkeys(waiting, -1)
-        while waiting:
-            is_late = time.monotonic() > deadline_s
-            for index in list(waiting):
-                text = self._read(index)
-                is_whole = _OUTERMOST in text or text.endswith(_CUT_OFF)
-                if is_late or (is_whole and len(text) == sizes[index]):
-                    waiting.remove(index)
-                    stacks[index] = _parse(text) or Stack(reason=_silence(processes[index].pid))
-                sizes[index] = len(text)
-            if waiting:
-                time.sleep(_LOOK_S)
+                asked[index] = time.monotonic() + _ANSWER_S
+        for index, deadline_s in asked.items():
+            process = processes[index]
+            frames = _parse(self._answer(index, process.pid, process.pid, deadline_s))
+            if frames is None:
+                stacks[index] = Stack(reason=_silence(process.pid))
+            else:
+                threads = self._threads(index, process) if of_all_threads else ()
+                stacks[index] = Stack(_from_loader(frames), threads)
         return stacks
+
+    def _answer(self, index: int, pid: int, thread: int, deadline_s: float) -> str:
+        """Wait until a thread has dealt with the signal; returns what it has written."""
+        signum, _ = self._offers[index]
+        task = f"{pid}/task/{thread}"
+        quiet_looks = 0
+        with contextlib.suppress(OSError):  # it has ended
+            while time.monotonic() < deadline_s:
+                # It waits for the thread, or is being handled, and blocked meanwhile. In between
+                # it can be neither for a moment.
+                is_busy = _has(task, "SigPnd", signum) or _has(task, "SigBlk", signum)
+                quiet_looks = 0 if is_busy else quiet_looks + 1
+                # Of the threads, only those of Python write anything.
+                if quiet_looks >= 2 and (thread != pid or self._read(index)):
+                    break
+                time.sleep(_LOOK_S)
+        return self._read(index)
+
+    def _threads(self, index: int, process: Process) -> tuple[tuple[Frame, ...], ...]:
+        """The stacks of the Python threads other than the one that loads."""
+        threads = []
+        signum, _ = self._offers[index]
+        with contextlib.suppress(OSError):  # it has ended
+            for thread in map(int, os.listdir(f"/proc/{process.pid}/task")[:_ASKED_THREADS]):
+                task = f"{process.pid}/task/{thread}"
+                if thread == process.pid or _has(task, "SigBlk", signum):
+                    continue
+                if not self._ask(index, process, thread):
+                    deadline_s = time.monotonic() + _THREAD_S
+                    frames = _parse(self._answer(index, process.pid, thread, deadline_s))
+                    if frames is not None:
+                        threads.append(frames)
+        return tuple(threads)
 
     def report_crash(self, index: int) -> str:
         """Tell where a process that has ended stood when it crashed.
@@ -152,7 +187,7 @@ class StackFiles:
         Everything that faulthandler wrote goes to stderr, where it is looked for.
 
         Returns:
-            A newline and the loading thread's stack, for a message; "" where it did not crash.
+            A newline and the stack of the thread that crashed, for a message; "" if none did.
         """
         text = self._read(index)
         start = text.rfind(_CRASH)
@@ -161,8 +196,9 @@ class StackFiles:
         text = text[start:].partition("\nExtension modules:")[0].rstrip("\n")
         with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or no file
             sys.stderr.write(text + "\n")
-        stack = _parse(text)
-        return "" if stack is None else "\n" + "\n".join(_format_frames(stack.frames))
+        crashed = next((part for part in text.split("\n\n") if "Current thread" in part), text)
+        frames = _parse(crashed)
+        return "" if frames is None else "\n" + "\n".join(_format_frames(_from_loader(frames)))
 
     def _clear(self, index: int) -> None:
         os.ftruncate(self._fds[index], 0)
@@ -172,8 +208,8 @@ class StackFiles:
         fd = self._fds[index]
         return os.pread(fd, os.fstat(fd).st_size, 0).decode("ascii", "replace")
 
-    def _ask(self, index: int, process: Process) -> str:
-        """Send the signal; returns why it was not sent, or ""."""
+    def _refusal(self, index: int, process: Process) -> str:
+        """Why a process cannot be asked, or ""."""
         try:
             if index not in self._offers:
                 offer = _OFFER.match(os.pread(self._fds[index], 64, 0))
@@ -186,11 +222,19 @@ class StackFiles:
             # It may have closed the file, or taken the signal: both would do harm.
             if not _is_same_file(self._fds[index], f"/proc/{process.pid}/fd/{fd}"):
                 return "it has closed the file that its stack is written to"
-            if not _is_caught(process.pid, signum):
+            if not _has(str(process.pid), "SigCgt", signum):
                 return f"it has reset signal {signum}, by which it shows its stack"
-            self._clear(index)
-            signal.pidfd_send_signal(process.pidfd, signum)
         except OSError as error:  # it has ended, or descriptors have run out
+            return f"it cannot be asked: {error.strerror}"
+        return ""
+
+    def _ask(self, index: int, process: Process, thread: int) -> str:
+        """Have a thread write its stack; returns why that is not possible, or ""."""
+        self._clear(index)
+        try:
+            signal.pidfd_send_signal(process.pidfd, 0)  # that the pid is still of this process
+            _core.signal_thread(process.pid, thread, self._offers[index][0])
+        except OSError as error:
             return f"it cannot be asked: {error.strerror}"
         return ""
 
@@ -220,22 +264,23 @@ def _is_same_file(fd: int, path: str) -> bool:
     return False
 
 
-def _status_of(pid: int, field: str) -> str:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+def _status_of(task: str, field: str) -> str:
+    for line in Path(f"/proc/{task}/status").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == field:
             return value.strip()
     return ""
 
 
-def _is_caught(pid: int, signum: int) -> bool:
-    return bool(int(_status_of(pid, "SigCgt") or "0", 16) >> (signum - 1) & 1)
+def _has(task: str, field: str, signum: int) -> bool:
+    """Whether a signal is in a set of signals of a process or thread, as /proc shows it."""
+    return bool(int(_status_of(task, field) or "0", 16) >> (signum - 1) & 1)
 
 
 def _silence(pid: int) -> str:
     """Why a process may not have answered."""
     with contextlib.suppress(OSError):
-        if _status_of(pid, "State").startswith("D"):
+        if _status_of(str(pid), "State").startswith("D"):
             return (
                 "it is in a system call that cannot be interrupted, as on a file system that does "
                 "not answer"
@@ -243,22 +288,14 @@ def _silence(pid: int) -> str:
     return f"it has not answered within {_ANSWER_S:g} s; it may have blocked all signals"
 
 
-def _parse(text: str) -> Stack | None:
-    """The stack in what faulthandler wrote, or None if there is none."""
-    threads: list[list[Frame]] = []
+def _parse(text: str) -> tuple[Frame, ...] | None:
+    """The stack that faulthandler wrote, from its outer end; None if there is none."""
+    frames = []
     for line in text.splitlines():
-        if _THREAD.match(line):
-            threads.append([])
-        elif threads and (match := _FRAME.match(line)):
+        if match := _FRAME.match(line):
             path, number, function = match.groups()
-            threads[-1].append(Frame(_plain(path), int(number), _plain(function)))
-    stacks = [tuple(reversed(frames)) for frames in threads if frames]
-    if not stacks:
-        return None
-    # The thread that loads is the oldest one, which is written last.
-    main = next((s for s in stacks if _start_of_loading(s) is not None), stacks[-1])
-    others = tuple(stack for stack in stacks if stack is not main)
-    return Stack(_from_loader(main), others)
+            frames.append(Frame(_plain(path), int(number), _plain(function)))
+    return tuple(reversed(frames)) or None
 
 
 def _start_of_loading(frames: Sequence[Frame]) -> int | None:

@@ -198,7 +198,8 @@ class BatchWaiter:
     def _describe_workers(self, pool: WorkerPool, describe: Describe) -> list[str]:
         """What each loader process is doing; for those that are busy with their stacks."""
         doings = [self._doing(index, describe) for index in range(len(pool))]
-        stacks = pool.stacks([index for index, (_, is_busy) in enumerate(doings) if is_busy])
+        busy = [index for index, (_, is_busy) in enumerate(doings) if is_busy]
+        stacks = pool.stacks(busy, of_all_threads=True)
         lines = []
         shown: dict[Stack, int] = {}
         is_jax = False

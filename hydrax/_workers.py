@@ -220,11 +220,12 @@ class WorkerPool:
         """Whether the workers were forked while JAX was running; there it would wait for ever."""
         return self._is_forked_from_jax
 
-    def stacks(self, indices: Iterable[int]) -> dict[int, Stack]:
+    def stacks(self, indices: Iterable[int], *, of_all_threads: bool = False) -> dict[int, Stack]:
         """Where some of the workers stand now, by their numbers; not of those that have ended."""
         workers = {index: self._workers[index] for index in indices if index in self._workers}
         return self._stack_files.take(
-            {index: Process(worker.pid, worker.pidfd) for index, worker in workers.items()}
+            {index: Process(worker.pid, worker.pidfd) for index, worker in workers.items()},
+            of_all_threads=of_all_threads,
         )
 
     def find_ended(self) -> int | None:

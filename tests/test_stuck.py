@@ -437,7 +437,7 @@ def jax_error(load, **options):
             next(dataloader)
         assert again.value is caught.value
         start_s = time.monotonic()
-    assert time.monotonic() - start_s < 1
+    assert time.monotonic() - start_s < 2  # a quarter of a second, if processors are free
     error = caught.value
     assert isinstance(error, HydraxError)
     assert isinstance(error, RuntimeError)
@@ -502,13 +502,15 @@ def test_jax_after_a_long_wait_is_recognised(used_jax, quick):
     assert "doubled(used_jax)" in str(jax_error(load))
 
 
-def test_jax_in_a_thread_of_a_loader_is_recognised(used_jax, quick):
+def test_jax_in_a_thread_of_a_loader_is_recognised_by_the_timeout(used_jax, quick):
     def load():
         thread = threading.Thread(target=lambda: jnp.ones(97), daemon=True)
         thread.start()
         thread.join()
 
-    assert "jnp.ones(97)" in str(jax_error(doing_at_twelve(load)))
+    text = text_of_timeout(doing_at_twelve(load), 1.5)
+    assert "jnp.ones(97)" in text
+    assert "JAX cannot be used in a forked process" in text
 
 
 def test_a_timeout_that_comes_first_says_that_it_is_jax(used_jax):
