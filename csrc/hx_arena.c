@@ -310,6 +310,9 @@ void hx_arena_lock(struct hx_arena *arena)
 {
     if (pthread_mutex_lock(&arena->header->mutex) == EOWNERDEAD) {
         hx_journal_replay(arena);
+        /* It may have made a batch ready, after the trainer has looked: once more after the death,
+         * which wakes it, and before this. */
+        hx_arena_wake_trainer(arena);
         pthread_mutex_consistent(&arena->header->mutex);
     }
 }

@@ -119,6 +119,39 @@ def test_the_death_of_a_loader_process_reaches_the_program_and_the_next_draw_wor
     release()
 
 
+def test_programs_that_wait_for_one_loader_process_all_hear_how_it_died(tmp_path):
+    marker = tmp_path / "deadly"
+    marker.touch()
+
+    def load(number: int, arrays: Any, seed: Any) -> None:
+        if marker.exists():
+            time.sleep(0.3)  # until all programs wait
+            os.kill(os.getpid(), signal.SIGKILL)
+        arrays["x"][...] = number
+
+    _, init, draw, release = start(load)
+    states = [init(seed=seed) for seed in range(6)]
+    texts: list[str] = []
+
+    def run(state: Any) -> None:
+        try:
+            jax.block_until_ready(draw(state))
+        except FAILURES as error:
+            texts.append(str(error))
+
+    threads = [threading.Thread(target=run, args=(state,)) for state in states]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(texts) == len(states)
+    assert [text for text in texts if "was ended by SIGKILL" not in text] == []
+    marker.unlink()
+    for state in states:
+        jax.block_until_ready(draw(state))
+    release()
+
+
 def test_a_draw_that_waits_too_long_ends_and_says_what_the_processes_do(tmp_path):
     marker = tmp_path / "slow"
     marker.touch()

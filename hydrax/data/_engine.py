@@ -29,7 +29,7 @@ from hydrax.data._draw_loader import MASK, DrawJob
 from hydrax.data._draws import Chain
 from hydrax.data._feeder import Feeder
 from hydrax.data._source import KEY_WORDS, DrawSource, chain_from_numbers, chain_words
-from hydrax.errors import ArenaMemoryError, BatchTimeoutError, LoaderError
+from hydrax.errors import ArenaMemoryError, BatchTimeoutError, LoaderError, WorkerDiedError
 
 __all__ = ["DrawEngine", "ErrorBox"]
 
@@ -174,6 +174,7 @@ class DrawEngine:
         self._arena: _core.Arena | None = None
         self._pools: list[WorkerPool | Feeder] = []  # at most one
         self._generation = 0
+        self._death: tuple[int, WorkerDiedError] | None = None  # the last one, and its generation
         self._is_closed = False
         _live.add(self)
         self._finalizer = weakref.finalize(
@@ -334,11 +335,7 @@ class DrawEngine:
             self._restart(generation)
             return text
         if trouble == _core.DRAW_WORKER_ENDED:
-            error: BaseException = RuntimeError(f"{what} failed: a loader process ended")
-            with self._lock:
-                if self._pools and generation == self._generation:
-                    error = self._pools[0].bury(worker, self._describe_position)
-            text = self._keep(error)
+            text = self._keep(self._death_in(generation, worker, what))
             self._restart(generation)
             return text
         if trouble == _core.DRAW_MISFIT:
@@ -346,6 +343,17 @@ class DrawEngine:
         if trouble == _core.DRAW_RELEASED:
             return self._keep(RuntimeError(_RELEASED))
         return self._keep(RuntimeError(f"{what} failed"))
+
+    def _death_in(self, generation: int, worker: int, what: str) -> BaseException:
+        """Why a loader process ended; all draws that waited for its arena fail by the first."""
+        with self._lock:
+            is_first = self._death is None or self._death[0] != generation
+            if is_first and self._pools and generation == self._generation:
+                error = self._pools[0].bury(worker, self._describe_position)
+                self._death = generation, error
+            if self._death is not None and self._death[0] == generation:
+                return self._death[1]
+        return RuntimeError(f"{what} failed: a loader process ended")
 
     def _keep(self, error: BaseException) -> str:
         """Keep an error for last_error(); returns its text."""

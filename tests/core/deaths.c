@@ -234,12 +234,30 @@ static int advance(pid_t pid, uint64_t address, int occurrence)
     }
 }
 
+static int count_ready(const struct hx_arena *arena)
+{
+    int count = 0;
+    for (uint32_t i = 0; i < SLOTS; i++)
+        count += hx_load_seq_cst_u32(&arena->slots[i].state) == HX_SLOT_READY;
+    return count;
+}
+
+/* Kill worker 0. If it has left the last words of a batch in the journal, then whoever makes them
+ * good has to wake the trainer, which sleeps by then, as it has looked after the death. */
 static void kill_worker(struct hx_arena *arena, pid_t pid)
 {
-    int status;
+    uint64_t wakes = 0;
+    int status, ready_count;
     kill(pid, SIGKILL);
     CHECK(waitpid(pid, &status, 0) == pid && WIFSIGNALED(status));
     hx_arena_bury(arena, 0);
+    hx_store_seq_cst_u32(&arena->header->is_trainer_waiting, 1);
+    ready_count = count_ready(arena);
+    hx_arena_lock(arena);
+    hx_arena_unlock(arena);
+    CHECK(count_ready(arena) == ready_count ||
+          read(arena->ready_fd, &wakes, sizeof wakes) == sizeof wakes);
+    hx_store_seq_cst_u32(&arena->header->is_trainer_waiting, 0);
 }
 
 /* Be both workers until every batch is there. */
