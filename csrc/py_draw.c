@@ -256,7 +256,9 @@ static PyObject *draws_copy(PyObject *object, PyObject *args)
     }
     message = hx_draw_describe_report(engine, &report);
     hx_draw_report_clear(&report);
-    PyErr_SetString(PyExc_RuntimeError, message != NULL ? message : "a draw failed");
+    /* After an interrupt it is its handler that says what happens. */
+    if (PyErr_CheckSignals() == 0)
+        PyErr_SetString(PyExc_RuntimeError, message != NULL ? message : "a draw failed");
     free(message);
 
 cleanup:
