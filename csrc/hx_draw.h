@@ -48,7 +48,6 @@ enum hx_draw_trouble {
     HX_DRAW_RELEASED,     /* the loader was released */
     HX_DRAW_INTERRUPTED,  /* the user interrupts */
     HX_DRAW_MISFIT,       /* the state belongs to other data */
-    HX_DRAW_BAD_CALL,     /* arguments or results of the call do not fit */
     HX_DRAW_SYSTEM        /* a system call failed */
 };
 

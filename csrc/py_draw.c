@@ -54,7 +54,7 @@ static char *describe(void *context, const struct hx_draw_report *report)
         copy = copy_text(text);
 
 cleanup:
-    if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
         /* It is for the program's caller, and comes again there. */
         PyErr_Clear();
         PyErr_SetInterrupt();
