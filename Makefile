@@ -24,7 +24,7 @@ core := hydrax/_core.abi3.so
 core_sources := $(filter-out csrc/hx_xla.c,$(sort $(wildcard csrc/hx_*.c)))
 sources := $(wildcard csrc/*.c csrc/*.h)
 c_files := $(sources) $(wildcard tests/core/*.c tests/core/*.h)
-stress := tests/core/stress.c
+stress := tests/core/stress.c tests/core/draws.c
 py_files := $(wildcard hydrax tests benchmarks examples sphinx setup.py)
 
 # Output appears as it is made, also through a pipe.

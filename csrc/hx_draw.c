@@ -6,7 +6,9 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "hx_atomic.h"
 #include "hx_plan.h"
@@ -78,17 +80,20 @@ static struct sigaction previous_action;
 
 static void on_interrupt(int signum, siginfo_t *info, void *context)
 {
-    /* A library that took the signal over from us may hand it back to us. */
-    static _Thread_local volatile sig_atomic_t is_inside;
-    if (is_inside)
+    /* A library that took the signal over from us may hand it back to us. The thread that is inside
+     * is known by its number: thread-local data of a library may be allocated at the first use,
+     * and here memory cannot be. */
+    static _Atomic uint32_t inside;
+    const uint32_t this_thread = (uint32_t)syscall(SYS_gettid);
+    if (hx_load_relaxed_u32(&inside) == this_thread)
         return;
-    is_inside = 1;
+    hx_store_relaxed_u32(&inside, this_thread);
     hx_add_relaxed_u32(&interrupt_count, 1);
     if (previous_action.sa_flags & SA_SIGINFO)
         previous_action.sa_sigaction(signum, info, context);
     else if (previous_action.sa_handler != SIG_DFL && previous_action.sa_handler != SIG_IGN)
         previous_action.sa_handler(signum);
-    is_inside = 0;
+    hx_store_relaxed_u32(&inside, 0);
 }
 
 enum hx_status hx_draw_watch_interrupts(void)
@@ -213,8 +218,10 @@ void hx_draw_release(struct hx_draw *engine)
 {
     if (hx_sub_acq_rel_u32(&engine->reference_count, 1) != 1)
         return;
-    if (!hx_load_relaxed_u32(&engine->is_abandoned))
-        give_up_arena(engine);
+    /* A fork keeps it: it is in the registry still, and its locks may be other threads'. */
+    if (hx_load_relaxed_u32(&engine->is_abandoned))
+        return;
+    give_up_arena(engine);
     pthread_cond_destroy(&engine->changed);
     pthread_mutex_destroy(&engine->mutex);
     free(engine->arrays);
@@ -472,13 +479,14 @@ static void adopt(struct hx_draw *engine, uint32_t slot)
     hx_slot_release(engine->arena, slot);
 }
 
-/* Whether an interrupt has come since the first draw of a program. */
-static int is_interrupted(struct hx_draw *engine, uint64_t run)
+/* Whether an interrupt has come since the first draw of a program, or, of no program, since this
+ * draw began with so many interrupts. */
+static int is_interrupted(struct hx_draw *engine, uint64_t run, uint32_t before)
 {
     const uint32_t count = hx_load_relaxed_u32(&interrupt_count);
     struct run *oldest = &engine->runs[0];
     if (run == 0)
-        return 0;
+        return count != before;
     for (uint32_t i = 0; i < RUN_COUNT; i++) {
         struct run *entry = &engine->runs[i];
         if (entry->run == run) {
@@ -571,6 +579,7 @@ enum hx_status hx_draw_copy(struct hx_draw *engine, const struct hx_draw_key *ke
                             uint64_t run, uint8_t *const *targets, struct hx_draw_report *report)
 {
     const struct hx_draw_config *config = &engine->config;
+    const uint32_t interrupts = hx_load_relaxed_u32(&interrupt_count);
     enum hx_status status = HX_OK;
     struct hx_arena *arena = NULL; /* holds the slot's lease once it is set */
     struct block *block = NULL;
@@ -597,7 +606,7 @@ enum hx_status hx_draw_copy(struct hx_draw *engine, const struct hx_draw_key *ke
             report->trouble = HX_DRAW_RELEASED;
             break;
         }
-        if (is_interrupted(engine, run)) {
+        if (is_interrupted(engine, run, interrupts)) {
             report->trouble = HX_DRAW_INTERRUPTED;
             break;
         }

@@ -48,7 +48,6 @@ enum hx_draw_trouble {
     HX_DRAW_RELEASED,     /* the loader was released */
     HX_DRAW_INTERRUPTED,  /* the user interrupts */
     HX_DRAW_MISFIT,       /* the state belongs to other data */
-    HX_DRAW_BAD_CALL,     /* arguments or results of the call do not fit */
     HX_DRAW_SYSTEM        /* a system call failed */
 };
 
@@ -78,7 +77,7 @@ enum hx_status hx_draw_create(const struct hx_draw_config *config,
 /* The engine with this number as a new reference, or NULL if it was closed. Any thread. */
 struct hx_draw *hx_draw_find(uint64_t id);
 
-/* Give a reference back. Any thread. */
+/* Give a reference back. Any thread. In a fork the memory stays. */
 void hx_draw_release(struct hx_draw *engine);
 
 /* Load from this arena from now on, which it retains; blocks of an earlier one are given up, and
@@ -105,7 +104,8 @@ void hx_draw_prepare(struct hx_draw *engine, const struct hx_draw_key *key, uint
 /* Copy a draw into targets, one per array, each of draw_nbytes.
  *
  * run        identifies the program that draws, so that an interrupt ends those that were
- *            running when it came and no later ones; 0 is never interrupted
+ *            running when it came and no later ones; 0 stands for no program: an interrupt ends
+ *            the draw if it comes during it
  * report     filled in unless the result is HX_OK; end it with hx_draw_report_clear()
  *
  * GIL: not needed; may block, so call without it. Any thread, many at a time.

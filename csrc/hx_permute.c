@@ -1,10 +1,10 @@
 /* Keyed permutation of [0, count): a Feistel network over mixed radices, with cycle walking.
  *
- * A value x is written as (l, r) with l below `left` and r below `right`, both about the square root
- * of count. Each round adds a keyed function of one half to the other, modulo that half's size,
- * which is a bijection whatever the function is. left * right exceeds count by less than left, so
- * a walk outside [0, count) is rare; it goes on until it is back inside, which keeps the whole
- * a bijection (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+ * A value x is written as (l, r) with l below `left` and r below `right`, both about the square
+ * root of count. Each round adds a keyed function of one half to the other, modulo that half's
+ * size, which is a bijection whatever the function is. left * right exceeds count by less than
+ * left, so a walk outside [0, count) is rare; it goes on until it is back inside, which keeps the
+ * whole a bijection (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
  *
  * A few values are shuffled by Fisher and Yates's method instead: with both halves of odd size all
  * rounds are even permutations, which leaves out half of the orders. That can be seen in a handful

@@ -25,13 +25,13 @@ enum hx_status hx_plan_publish(struct hx_arena *arena, const struct hx_plan *pla
     if (tail - head >= header->plan_capacity)
         return HX_NOTHING;
     arena->plans[tail % header->plan_capacity] = *plan;
-    /* Pairs with the load in has_open_plan(). */
+    /* Pairs with the load in hx_plan_is_waiting(). */
     hx_store_seq_cst_u64(&header->plan_tail, tail + 1);
     hx_arena_wake_worker(arena);
     return HX_OK;
 }
 
-static int has_open_plan(const struct hx_header *header)
+int hx_plan_is_waiting(const struct hx_header *header)
 {
     return hx_load_relaxed_u64(&header->plan_head) < hx_load_seq_cst_u64(&header->plan_tail);
 }
@@ -105,7 +105,7 @@ static enum hx_status take_run(struct hx_arena *arena, uint32_t worker, struct h
         plan = &arena->slots[out->slot].plan;
         claimed = arena->slots[out->slot].claimed;
     } else {
-        if (!has_open_plan(header))
+        if (!hx_plan_is_waiting(header))
             return HX_NOTHING;
         out->slot = hx_slot_find_free(arena);
         if (out->slot == HX_NO_SLOT)
@@ -139,7 +139,7 @@ enum hx_status hx_run_claim(struct hx_arena *arena, uint32_t worker, struct hx_r
     slot = &arena->slots[status == HX_OK ? out->slot : 0];
     if (status == HX_OK)
         is_more = slot->claimed < out->plan.item_count ||
-                  (has_open_plan(header) && hx_slot_find_free(arena) != HX_NO_SLOT);
+                  (hx_plan_is_waiting(header) && hx_slot_find_free(arena) != HX_NO_SLOT);
     hx_arena_unlock(arena);
     if (is_more)
         hx_arena_wake_worker(arena);

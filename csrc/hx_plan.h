@@ -18,6 +18,9 @@ struct hx_run {
  * Returns HX_OK, or HX_NOTHING if the ring is full. */
 enum hx_status hx_plan_publish(struct hx_arena *arena, const struct hx_plan *plan);
 
+/* Whether a published plan has not been opened yet. Any process. */
+int hx_plan_is_waiting(const struct hx_header *header);
+
 /* Take items to load, without waiting. The oldest batch that is being filled comes first, then a
  * new batch is opened if a plan and a free slot are there. Before all that comes the run that the
  * worker's record holds: the caller then takes the place of a process that died in it.
@@ -27,7 +30,8 @@ enum hx_status hx_plan_publish(struct hx_arena *arena, const struct hx_plan *pla
  *
  * Ownership: on HX_OK the caller owns the run's items and ends with hx_run_complete() or
  *            hx_run_fail().
- * Returns:   HX_OK, HX_NOTHING, HX_CLOSED, HX_NO_MEMORY or HX_SYSTEM (the run is ended as failed already).
+ * Returns:   HX_OK, HX_NOTHING, HX_CLOSED; HX_NO_MEMORY or HX_SYSTEM, where the run has been ended
+ *            as failed already.
  */
 enum hx_status hx_run_claim(struct hx_arena *arena, uint32_t worker, struct hx_run *out);
 

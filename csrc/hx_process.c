@@ -45,7 +45,7 @@ enum hx_status hx_process_guard(int trainer_fd)
         pthread_sigmask(SIG_SETMASK, &all, &before);
         error = pthread_create(&thread, &attributes, guard_main, (void *)(intptr_t)trainer_fd);
         if (error == EINVAL) {
-            /* Thread-local data of the libraries in this process take more than so small a stack. */
+            /* The libraries' thread-local data take more than so small a stack. */
             pthread_attr_destroy(&attributes);
             pthread_attr_init(&attributes);
             pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);

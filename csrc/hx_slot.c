@@ -72,7 +72,7 @@ uint32_t hx_slot_find_ready(const struct hx_arena *arena, uint64_t serial)
     uint32_t found = HX_NO_SLOT;
     for (uint32_t i = 0; i < arena->header->slot_count; i++) {
         const struct hx_slot *slot = &arena->slots[i];
-        /* Acquires what account() released; no other process changes a ready slot. */
+        /* Acquires what apply_end() released; no other process changes a ready slot. */
         if (hx_load_seq_cst_u32(&slot->state) != HX_SLOT_READY)
             continue;
         if (slot->plan.serial == serial)
@@ -104,7 +104,7 @@ void hx_slot_release(struct hx_arena *arena, uint32_t slot)
         struct hx_slot *shared = &arena->slots[slot];
         hx_store_relaxed_u64(&shared->freed_stamp,
                              hx_add_relaxed_u64(&arena->header->free_clock, 1) + 1);
-        /* Releases the readers' last accesses; pairs with the load in hx_slot_open(). */
+        /* Releases the readers' last accesses; pairs with the load in hx_slot_find_free(). */
         hx_store_seq_cst_u32(&shared->state, HX_SLOT_FREE);
         hx_arena_wake_worker(arena);
     }

@@ -20,7 +20,8 @@ void hx_slot_open(struct hx_arena *arena, uint32_t slot, const struct hx_plan *p
 
 /* Reserve the pages of a slot in state RESERVING, and let others fill it. Blocks for as long as
  * the kernel needs to clear the pages; not under the mutex.
- * Returns HX_OK, or HX_NO_MEMORY, HX_SYSTEM: then the caller owns the slot still and fails its run. */
+ * Returns HX_OK, or HX_NO_MEMORY, HX_SYSTEM: then the caller owns the slot still, and fails its
+ * run. */
 enum hx_status hx_slot_reserve(struct hx_arena *arena, uint32_t slot);
 
 /* The ready slot that holds batch `serial` (HX_ANY_SERIAL: the oldest one), or HX_NO_SLOT. */

@@ -49,17 +49,12 @@ static enum hx_status worker_sleep(struct hx_arena *arena, int trainer_fd, uint6
     return HX_OK;
 }
 
-static int has_waiting_plan(const struct hx_header *header)
-{
-    return hx_load_relaxed_u64(&header->plan_head) < hx_load_seq_cst_u64(&header->plan_tail);
-}
-
 /* Time since `since` in which a plan waited for a slot, for a worker that sleeps since then. It is
  * not woken when the last plan is opened, so that is what ends it. */
 static uint64_t slot_wait_since(const struct hx_header *header, uint64_t since)
 {
     const uint64_t end =
-        has_waiting_plan(header) ? hx_now_ns() : hx_load_relaxed_u64(&header->opened_ns);
+        hx_plan_is_waiting(header) ? hx_now_ns() : hx_load_relaxed_u64(&header->opened_ns);
     return since != 0 && end > since ? end - since : 0;
 }
 
@@ -75,7 +70,7 @@ static enum hx_status worker_sleep_counted(struct hx_arena *arena, uint32_t work
                                            uint64_t deadline)
 {
     struct hx_worker *record = &arena->workers[worker];
-    const uint64_t since = has_waiting_plan(arena->header) ? hx_now_ns() : 0;
+    const uint64_t since = hx_plan_is_waiting(arena->header) ? hx_now_ns() : 0;
     enum hx_status status;
     hx_store_relaxed_u64(&record->slot_wait_since_ns, since);
     status = worker_sleep(arena, trainer_fd, deadline);

@@ -54,7 +54,7 @@ static char *describe(void *context, const struct hx_draw_report *report)
         copy = copy_text(text);
 
 cleanup:
-    if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
         /* It is for the program's caller, and comes again there. */
         PyErr_Clear();
         PyErr_SetInterrupt();
@@ -256,7 +256,9 @@ static PyObject *draws_copy(PyObject *object, PyObject *args)
     }
     message = hx_draw_describe_report(engine, &report);
     hx_draw_report_clear(&report);
-    PyErr_SetString(PyExc_RuntimeError, message != NULL ? message : "a draw failed");
+    /* After an interrupt it is its handler that says what happens. */
+    if (PyErr_CheckSignals() == 0)
+        PyErr_SetString(PyExc_RuntimeError, message != NULL ? message : "a draw failed");
     free(message);
 
 cleanup:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import threading
 import time
 import warnings
 import weakref
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,7 +24,7 @@ import psutil
 import pytest
 
 import hydrax
-from hydrax import data
+from hydrax import _core, data
 from hydrax.data.arena_loader import ArenaDataLoader
 from hydrax.data.numpy_loader import NumpyDataLoader
 
@@ -280,6 +282,28 @@ def test_ctrl_c_ends_a_long_scan_at_the_next_draw_and_the_process_goes_on():
     out, err = process.communicate(timeout=50)
     assert out == "interrupted True\ngoes on\n", out + err
     assert process.returncode == 0, err
+
+
+def test_an_interrupt_ends_a_draw_that_python_makes():
+    def load(number: int, arrays: Any, seed: Any) -> None:
+        time.sleep(60)
+
+    loader, init, _, release = start(load)
+    words = [int(word) for word in np.asarray(init(seed=0).state)]
+    (engine,) = loader._engines
+    timer = threading.Timer(0.5, signal.raise_signal, (signal.SIGINT,))
+    timer.start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        engine.copy(words, 0)
+    assert time.monotonic() - begin < 20
+    timer.join()
+    release()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="looks for what x86-64 calls")
+def test_the_handler_of_sigint_uses_no_memory_that_is_allocated_at_the_first_use():
+    assert b"__tls_get_addr" not in Path(_core.__file__).read_bytes()
 
 
 FORGOTTEN = """

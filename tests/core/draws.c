@@ -12,6 +12,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "hx_draw.h"
 #include "hx_permute.h"
@@ -127,6 +129,22 @@ static void stop(struct hx_arena *arena, pthread_t *threads)
     hx_arena_release(arena);
 }
 
+/* A forked child gives up its copy of an engine; looking for engines still works there. */
+static void give_up_in_fork(struct hx_draw *engine, uint64_t id)
+{
+    int status;
+    const pid_t pid = fork();
+    CHECK(pid >= 0);
+    if (pid == 0) {
+        hx_draw_abandon(engine);
+        hx_draw_close(engine);
+        hx_draw_release(engine);
+        CHECK(hx_draw_find(id + 1) == NULL);
+        _exit(0);
+    }
+    CHECK(waitpid(pid, &status, 0) == pid && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
 void stress_draws(uint64_t seed, uint64_t draw_count)
 {
     const struct hx_draw_array array = {.offset = 0, .draw_nbytes = ROWS * sizeof(uint64_t)};
@@ -143,6 +161,7 @@ void stress_draws(uint64_t seed, uint64_t draw_count)
     struct hx_arena *arena;
     uint64_t id;
     CHECK(hx_draw_create(&config, &array, NULL, &engine, &id) == HX_OK);
+    give_up_in_fork(engine, id);
     arena = start(workers, worker_arguments);
     CHECK(hx_draw_attach(engine, arena) == HX_OK);
     for (uint32_t i = 0; i < DRAWERS; i++) {
