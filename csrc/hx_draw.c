@@ -17,6 +17,8 @@
 
 /* A wait looks this often whether the user interrupts: the signal goes to another thread. */
 #define LOOK_EVERY_NS UINT64_C(100000000)
+/* A chain counts as given up when all slots could have been drawn empty so many times since. */
+#define STALE_ROUNDS 1
 /* Programs that are told apart in watching for interrupts. */
 #define RUN_COUNT 16
 
@@ -350,6 +352,13 @@ static void evict(struct hx_draw *engine, struct block *block)
     block->state = BLOCK_EMPTY;
 }
 
+/* Whether a loaded block has not been used for so long that its chain has been given up. */
+static int is_stale(const struct hx_draw *engine, const struct block *block)
+{
+    const uint64_t draws = (uint64_t)engine->block_count * engine->config.block_draws;
+    return block->state == BLOCK_READY && engine->clock - block->stamp > STALE_ROUNDS * draws;
+}
+
 /* A free entry, and thereby a slot. A prefetch takes only what nobody needs any more. */
 static struct block *take_entry(struct hx_draw *engine, int is_prefetch)
 {
@@ -360,9 +369,11 @@ static struct block *take_entry(struct hx_draw *engine, int is_prefetch)
         if (block->state == BLOCK_EMPTY) {
             empty = block;
         } else if (block->state == BLOCK_READY) {
-            consumed_count += block->is_consumed != 0;
-            if (block->is_consumed && (consumed == NULL || block->stamp < consumed->stamp))
-                consumed = block;
+            if (block->is_consumed || is_stale(engine, block)) {
+                consumed_count += 1;
+                if (consumed == NULL || block->stamp < consumed->stamp)
+                    consumed = block;
+            }
             if (oldest == NULL || block->stamp < oldest->stamp)
                 oldest = block;
         }
@@ -417,17 +428,24 @@ static struct block *request_block(struct hx_draw *engine, const struct hx_draw_
     return block;
 }
 
-/* Chains that have blocks which are not consumed, at least 1. */
+/* Whether a chain is at this block. */
+static int is_current(const struct hx_draw *engine, const struct block *block)
+{
+    return block->state == BLOCK_READY && block->is_touched && !block->is_consumed &&
+           !is_stale(engine, block);
+}
+
+/* Chains that are being drawn from, at least 1. */
 static uint32_t count_chains(const struct hx_draw *engine)
 {
     uint32_t count = 0;
     for (uint32_t i = 0; i < engine->block_count; i++) {
         const struct block *block = &engine->blocks[i];
         uint32_t j = 0;
-        if (block->state == BLOCK_EMPTY || block->is_consumed)
+        if (!is_current(engine, block))
             continue;
-        while (j < i && (engine->blocks[j].state == BLOCK_EMPTY || engine->blocks[j].is_consumed ||
-                         !is_same_key(&engine->blocks[j].key, &block->key)))
+        while (j < i && !(is_current(engine, &engine->blocks[j]) &&
+                          is_same_key(&engine->blocks[j].key, &block->key)))
             j++;
         count += j == i;
     }

@@ -648,3 +648,20 @@ def test_the_documented_names_are_there():
         assert getattr(data, name) is getattr(data.core, name)
     assert data.CacheState() == (None,) * 8
     assert data.MiniBatchInformation._fields == ("observation_count", "mask", "batch_size")
+
+
+def test_chains_that_were_given_up_do_not_stop_loading_ahead():
+    loader = NumpyDataLoader(x=np.arange(1000, dtype=np.float32))
+    init, get_batch, release = data.random_reference_data(loader, 4, 8)
+    for seed in range(100):
+        init(seed=seed)
+    (engine,) = loader._engines
+    draw = jax.jit(lambda state: jax.lax.scan(lambda s, _: get_batch(s), state, length=400))
+    state, _ = jax.block_until_ready(draw(init(seed=1000)))
+    before = engine.blocks_requested
+    state, _ = jax.block_until_ready(draw(state))
+    state, _ = jax.block_until_ready(draw(state))
+    release()
+    # The second time, as after the first, more is on its way than has been drawn.
+    assert engine.blocks_requested - before >= 2 * 400 // engine.block_draws
+    assert engine.blocks_requested > 100 + 3 * 400 // engine.block_draws
