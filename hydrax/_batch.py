@@ -17,7 +17,7 @@ from hydrax.errors import LoaderError
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["Batch", "TrainingBatch", "ValidationBatch", "make_batch"]
+__all__ = ["Batch", "KeepFunc", "TrainingBatch", "ValidationBatch", "make_batch"]
 
 D = TypeVar("D")
 

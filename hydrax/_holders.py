@@ -42,7 +42,7 @@ _MAX_ELEMENTS = 64
 # Frames of these are there whenever a search is made.
 _OWN_FILES = frozenset(
     os.path.join(os.path.dirname(__file__), name)
-    for name in ("_holders.py", "_references.py", "_waiting.py", "_dataloader.py")
+    for name in ("_holders.py", "_references.py", "_waiting.py", "_flow.py", "_dataloader.py")
 )
 _SIZED = (list, tuple, set, frozenset, dict, deque)
 _ITERATORS = (enumerate, zip, map, filter)

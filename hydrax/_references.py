@@ -6,7 +6,7 @@ import gc
 import sys
 
 from hydrax._batch import Batch
-from hydrax._dataloader import entered_arenas
+from hydrax._flow import entered_arenas
 from hydrax._holders import describe_holders
 
 __all__ = ["debug_batch_references"]

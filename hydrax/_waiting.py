@@ -16,7 +16,7 @@ from hydrax._stacks import Stack, format_stack
 from hydrax._workers import WorkerPool
 from hydrax.errors import BatchRetainedError, BatchTimeoutError, JaxInWorkerError
 
-__all__ = ["BatchWaiter"]
+__all__ = ["BatchWaiter", "Describe"]
 
 logger = logging.getLogger(__name__)
 

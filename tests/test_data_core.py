@@ -17,6 +17,7 @@ import pytest
 
 import hydrax
 from hydrax import data
+from hydrax.data import _host_draws
 from hydrax.data.arena_loader import ArenaDataLoader
 from hydrax.data.numpy_loader import DeviceNumpyDataLoader, NumpyDataLoader
 
@@ -389,7 +390,7 @@ def test_off_the_cpu_a_cache_in_the_state_is_filled_by_a_callback(monkeypatch):
 
     direct = jax.jit(rows)(init(seed=1))
     release()
-    monkeypatch.setattr(data.core, "_is_supported_by_handler", lambda: False)
+    monkeypatch.setattr(_host_draws, "_is_supported_by_handler", lambda: False)
     init, get_batch, release = data.random_reference_data(loader, 3, 4)
     state = init(seed=1)
     assert state.cached_batches["x"].shape == (3, 4)

@@ -129,10 +129,10 @@ def test_showing_references_keeps_none(capsys):
         batch = next(dataloader)
         debug_batch_references()
         assert "<TrainingBatch 0" in capsys.readouterr().out
-        states = dataloader._arena.slot_states()
+        states = dataloader._flow.loading.arena.slot_states()
         assert states.count(4) == 1
         del batch
-        assert dataloader._arena.slot_states().count(4) == 0
+        assert dataloader._flow.loading.arena.slot_states().count(4) == 0
 
 
 def test_a_state_that_is_set_after_an_interruption_goes_on():

@@ -377,8 +377,10 @@ def test_the_environment_switches_it_on(monkeypatch):
 
 def test_a_run_without_debug_mode_holds_no_slot_and_no_sums():
     with dataloader(load, debug=False) as batches:
-        assert batches._watch is None
+        assert batches._flow.loading.watch is None
         batch = next(batches)
-        slot = next(slot for slot in range(3) if batches._arena.slot_states()[slot] == 4)  # leased
-        assert batches._arena.lease_count(slot) == len(batch.arrays)
+        slot = next(
+            slot for slot in range(3) if batches._flow.loading.arena.slot_states()[slot] == 4
+        )  # leased
+        assert batches._flow.loading.arena.lease_count(slot) == len(batch.arrays)
         del batch

@@ -690,7 +690,7 @@ def test_signals_to_the_process_group_do_not_reach_loader_processes(signum):
             load, numbers(200), loader_count=2, end_at=("epoch", 1), timeout_sec=20
         ) as dataloader:
             signal.signal(signum, lambda *_: None)
-            groups = {os.getpgid(pid) for pid in dataloader._pool.pids}
+            groups = {os.getpgid(pid) for pid in dataloader._flow.loading.pool.pids}
             assert os.getpgid(0) not in groups
             count = 0
             for batch in dataloader:

@@ -71,8 +71,8 @@ def loading(
 
 
 def leased(dataloader: Dataloader[Any]) -> int:
-    assert dataloader._arena is not None
-    return dataloader._arena.slot_states().count(LEASED)
+    assert dataloader._flow.loading is not None
+    return dataloader._flow.loading.arena.slot_states().count(LEASED)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> bool:
@@ -568,12 +568,12 @@ def test_a_forked_child_that_drops_its_copy_leaves_the_slot_leased() -> None:
                     del view, batch
                     os._exit(0 if ok else 1)
                 assert os.waitpid(child, 0)[1] == 0
-                assert dataloader._arena.slot_states() == [4]
+                assert dataloader._flow.loading.arena.slot_states() == [4]
                 time.sleep(0.05)
                 view = np.asarray(batch.arrays["x"])
                 assert (view == 4 * i + np.arange(4)[:, None]).all()
                 del view, batch
-                assert dataloader._arena.slot_states() != [4]
+                assert dataloader._flow.loading.arena.slot_states() != [4]
         """
     )
 
@@ -591,7 +591,7 @@ def test_a_forked_child_that_exits_normally_leaves_the_slot_and_the_loader_alone
             dataloader = None
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        assert dataloader._arena.slot_states().count(4) == 1
+        assert dataloader._flow.loading.arena.slot_states().count(4) == 1
         assert (np.asarray(batch.arrays["x"]) == np.arange(4)[:, None]).all()
         del batch
         for i in range(1, 50):

@@ -39,7 +39,7 @@ def fill(number, arrays, seed):
 
 
 def leased_count(dataloader):
-    return dataloader._arena.slot_states().count(hydrax._core.SLOT_LEASED)
+    return dataloader._flow.loading.arena.slot_states().count(hydrax._core.SLOT_LEASED)
 
 
 class Box:
@@ -439,7 +439,7 @@ def test_a_large_heap_is_searched_in_bounded_time():
         gc.get_referrers(many)
         step_s = time.perf_counter() - start_s
         start_s = time.perf_counter()
-        lines = describe_holders([dataloader._arena]).lines
+        lines = describe_holders([dataloader._flow.loading.arena]).lines
         took_s = time.perf_counter() - start_s
     assert len(heap) == 700_000
     assert "variable 'many'" in "".join(lines)
@@ -449,7 +449,7 @@ def test_a_large_heap_is_searched_in_bounded_time():
 def test_many_slots_make_a_short_report():
     with Dataloader(fill, numbers(1000, 5), depth=100, timeout_sec=TIMEOUT_S) as dataloader:
         kept = [next(dataloader).arrays["x"] for _ in range(100)]
-        lines = describe_holders([dataloader._arena]).lines
+        lines = describe_holders([dataloader._flow.loading.arena]).lines
     assert len(lines) < 12
     assert "variable 'kept'" in "".join(lines)
     assert len(kept) == 100

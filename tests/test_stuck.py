@@ -60,7 +60,7 @@ def text_of_timeout(load, timeout_s=0.5, **options):
     """The message of the time-out that a loader function ends in."""
     with Dataloader(load, numbers(), timeout_sec=TIMEOUT_S, **options) as dataloader:
         # The argument is for the start of the processes, too, which have much to import.
-        dataloader._waiter._timeout_s = timeout_s
+        dataloader._flow.loading.waiter._timeout_s = timeout_s
         with pytest.raises(BatchTimeoutError) as caught:
             use_up(dataloader)
     return str(caught.value)
@@ -176,7 +176,7 @@ def test_a_process_that_has_reset_its_signals_is_not_ended_by_being_asked():
         for _ in range(2):
             with pytest.raises(BatchTimeoutError, match="no Python stack: it has reset signal"):
                 use_up(dataloader)
-        assert dataloader._pool.find_ended() is None
+        assert dataloader._flow.loading.pool.find_ended() is None
 
 
 def test_a_file_that_took_the_place_of_the_closed_one_is_not_written_to(tmp_path):
@@ -317,7 +317,7 @@ def test_a_stack_that_is_taken_again_and_again_takes_no_more_memory():
     with Dataloader(wait_at_twelve, numbers(), timeout_sec=0.5) as dataloader:
         with pytest.raises(BatchTimeoutError):
             use_up(dataloader)
-        pool = dataloader._pool
+        pool = dataloader._flow.loading.pool
         sizes = set()
         for _ in range(50):
             assert pool.stacks([0])[0].frames[-1].function == "wait_for_ever"
@@ -365,7 +365,7 @@ def test_a_crash_of_what_a_loader_forks_is_not_that_of_the_loader(capfd):
     with Dataloader(load, numbers(), timeout_sec=0.7) as dataloader:
         with pytest.raises(BatchTimeoutError, match="in wait_for_ever"):
             use_up(dataloader)
-        os.kill(dataloader._pool.pids[0], signal.SIGKILL)
+        os.kill(dataloader._flow.loading.pool.pids[0], signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match="SIGKILL") as caught:
             use_up(dataloader)
     assert "string_at" not in str(caught.value)
@@ -376,7 +376,7 @@ def test_a_kill_after_a_stack_was_taken_is_not_taken_for_a_crash(capfd):
     with Dataloader(wait_at_twelve, numbers(), timeout_sec=0.5) as dataloader:
         with pytest.raises(BatchTimeoutError, match="in wait_for_ever"):
             use_up(dataloader)
-        os.kill(dataloader._pool.pids[0], signal.SIGKILL)
+        os.kill(dataloader._flow.loading.pool.pids[0], signal.SIGKILL)
         with pytest.raises(WorkerDiedError) as caught:
             use_up(dataloader)
     assert "in wait_for_ever" not in str(caught.value)

@@ -83,8 +83,8 @@ def specs_of(names: list[str]) -> dict[str, tuple[Any, Any, Any]]:
 
 def assert_aliases(dataloader: Dataloader[Any], batch: Any) -> None:
     """Every array is at its place in one slot, on 64 bytes, and holds its bits."""
-    arena = dataloader._arena
-    assert arena is not None
+    assert dataloader._flow.loading is not None
+    arena = dataloader._flow.loading.arena
     starts = set()
     for name, layout in batch.layouts.items():
         array = batch.arrays[name]
@@ -239,7 +239,7 @@ def load_values(
         (result,) = [
             (np.array(b.arrays["x"]), b.arrays["x"].unsafe_buffer_pointer()) for b in dataloader
         ]
-        offset = result[1] - dataloader._arena.address  # type: ignore[union-attr]
+        offset = result[1] - dataloader._flow.loading.arena.address  # type: ignore[union-attr]
     if np.dtype(jax_dtype).name not in PACKED:
         assert offset == 64, "what is converted in the loader process is aliased, too"
     assert (result[0][:, 0] == result[0][:, 1]).all()
@@ -455,8 +455,9 @@ def test_x64_from_the_environment_gives_64_bit_arrays_in_the_arena() -> None:
             assert np.asarray(batch.arrays["i"]).tolist() == [2**40 + i for i in range(3)]
             assert (np.asarray(batch.arrays["f"]) == 1 / 3).all()
             for array in batch.arrays.values():
-                offset = array.unsafe_buffer_pointer() - dataloader._arena.address
-                assert 0 <= offset < dataloader._arena.slot_nbytes * 3 and offset % 64 == 0
+                arena = dataloader._flow.loading.arena
+                offset = array.unsafe_buffer_pointer() - arena.address
+                assert 0 <= offset < arena.slot_nbytes * 3 and offset % 64 == 0
     """
     run_script(script, JAX_ENABLE_X64="1")
 
@@ -497,7 +498,7 @@ def test_among_several_devices_arrays_alias_and_go_with_sharded_parameters() -> 
         with Dataloader(load, group, depth=1, end_at=("epoch", 1), timeout_sec=10) as dataloader:
             for batch in dataloader:
                 x = batch.arrays["x"]
-                offset = x.unsafe_buffer_pointer() - dataloader._arena.address
+                offset = x.unsafe_buffer_pointer() - dataloader._flow.loading.arena.address
                 assert offset == 64 and not x.committed
                 result = step(weights, x)
                 assert result.sharding.device_set == set(jax.devices())
@@ -506,7 +507,7 @@ def test_among_several_devices_arrays_alias_and_go_with_sharded_parameters() -> 
                 del batch, x
                 # XLA's threads let go of their input soon, without a further call.
                 deadline = time.monotonic() + 10
-                while dataloader._arena.slot_states() == [4]:
+                while dataloader._flow.loading.arena.slot_states() == [4]:
                     assert time.monotonic() < deadline
     """
     run_script(script, XLA_FLAGS="--xla_force_host_platform_device_count=2")
@@ -549,8 +550,8 @@ def test_the_public_importer_gives_the_same_arrays_in_the_same_place(
             assert_aliases(dataloader, batch)
             count += 1
             del batch
-            assert dataloader._arena is not None
-            assert dataloader._arena.slot_states() != [4]
+            assert dataloader._flow.loading is not None
+            assert dataloader._flow.loading.arena.slot_states() != [4]
     assert count == 10
 
 
@@ -586,8 +587,10 @@ def test_placement_func_gets_what_the_loader_filled_in_place() -> None:
     with Dataloader(load, group, placement_func=place, end_at=("epoch", 1)) as dataloader:
         batch = next(dataloader)
         assert seen["dtypes"] == {"odd": np.uint8, "x": np.float64}
-        assert dataloader._arena is not None
-        slot = (seen["offsets"]["odd"] - dataloader._arena.address) // dataloader._arena.slot_nbytes
+        assert dataloader._flow.loading is not None
+        slot = (
+            seen["offsets"]["odd"] - dataloader._flow.loading.arena.address
+        ) // dataloader._flow.loading.arena.slot_nbytes
         assert 0 <= slot < 3
         assert seen["offsets"]["x"] - seen["offsets"]["odd"] == 64
         assert batch.arrays["x"].tolist() == [1, 2, 3]

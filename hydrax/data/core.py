@@ -12,29 +12,33 @@ every transformation, and after it was saved and restored in another process.
 from __future__ import annotations
 
 import functools
-import weakref
-import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hydrax import _core
 from hydrax._arguments import check_int, check_timeout
-from hydrax.data._callback import Cached, EngineServer, LoaderServer, Server, draw_cached
-from hydrax.data._draws import ORDERED
-from hydrax.data._engine import DrawEngine, ErrorBox
-from hydrax.data._host import SourceDataLoader, check_sizes
+from hydrax.data._engine import ErrorBox
+from hydrax.data._host import check_sizes
+from hydrax.data._host_draws import Handle, HostDraws
 from hydrax.data._loaders import (
     DataLoader,
     DeviceDataLoader,
     HostDataLoader,
     MiniBatchInformation,
-    array_struct,
     tree_dtype_struct,
     tree_index,
+)
+from hydrax.data._types import (
+    CacheState,
+    FullDataMapFunction,
+    FullDataMapperFunction,
+    GetBatchFunction,
+    MaskedMappedFunction,
+    PyTree,
+    UnmaskedMappedFunction,
 )
 
 __all__ = [
@@ -56,188 +60,8 @@ __all__ = [
     "tree_index",
 ]
 
-PyTree = Any
-
 # Bytes of a mini-batch where the size is left to us.
 _DEFAULT_NBYTES = 256 * 1024
-
-jax.ffi.register_ffi_target("hydrax_draw", _core.draw_handler(), platform="cpu")
-
-
-class CacheState(NamedTuple):
-    """Which draw of which chain comes next: all that a draw depends on.
-
-    It is a pytree of small arrays and can be carried, stacked for :func:`jax.vmap`, and saved with
-    any checkpoint library. On the CPU it holds no data; elsewhere, and for data loaders that you
-    have written, it holds the cache of mini-batches.
-
-    Attributes:
-        callback_uuid: None; there for programs that name it.
-        cached_batches: Cached mini-batches, leaves ``(cached_batches_count, mb_size, ...)``; or
-            None.
-        cached_batches_count: Mini-batches that are loaded together.
-        current_line: The next draw: of the chain (modulo ``2**32``), or of the cache.
-        chain_id: Number of the chain in its data loader; says nothing about the draws.
-        state: What else a draw depends on: the data's fingerprint, options, seed, and a count. For
-            data loaders on the device their own state.
-        valid: Mask of the cached mini-batches, or None.
-        token: None; there for programs that name it.
-    """
-
-    callback_uuid: Any = None
-    cached_batches: Any = None
-    cached_batches_count: Any = None
-    current_line: Any = None
-    chain_id: Any = None
-    state: Any = None
-    valid: Any = None
-    token: Any = None
-
-
-class GetBatchFunction(Protocol):
-    """Draws mini-batches; the second function of :func:`random_reference_data`."""
-
-    def __call__(
-        self, data_state: CacheState, information: bool = False, device_count: int = 1
-    ) -> Any:
-        """Draw a mini-batch.
-
-        Args:
-            data_state: Which draw.
-            information: Whether to return the :class:`MiniBatchInformation` too.
-            device_count: Devices on which this is called with equal states. Equal states draw
-                equal mini-batches whatever it is.
-
-        Returns:
-            The state of the following draw, and the mini-batch: the pytree of an observation with
-            leaves ``(mb_size, ...)``; or ``(mini-batch, information)`` in its place.
-        """
-
-
-@runtime_checkable
-class MaskedMappedFunction(Protocol):
-    """What is mapped over the data with ``masking=True``."""
-
-    def __call__(self, batch: Any, mask: jax.Array, state: Any) -> tuple[Any, Any]:
-        """Compute one result for a mini-batch.
-
-        Args:
-            batch: Leaves ``(mb_size, ...)``; with ``information=True`` a tuple with the
-                :class:`MiniBatchInformation` as its second element.
-            mask: ``(mb_size,)`` bool; False where an observation only fills up.
-            state: What the call for the mini-batch before returned.
-
-        Returns:
-            The result, and the state for the next mini-batch.
-        """
-
-
-@runtime_checkable
-class UnmaskedMappedFunction(Protocol):
-    """What is mapped over the data with ``masking=False``."""
-
-    def __call__(self, batch: Any, state: Any) -> tuple[Any, Any]:
-        """Compute a result for each observation of a mini-batch.
-
-        Args:
-            batch: Leaves ``(mb_size, ...)``; with ``information=True`` a tuple with the
-                :class:`MiniBatchInformation` as its second element.
-            state: What the call for the mini-batch before returned.
-
-        Returns:
-            The results, leaves ``(mb_size, ...)``, and the state for the next mini-batch.
-        """
-
-
-class FullDataMapFunction(Protocol):
-    """Maps functions over all data; the second function of :func:`full_reference_data`."""
-
-    def __call__(
-        self,
-        fun: MaskedMappedFunction | UnmaskedMappedFunction,
-        data_state: CacheState,
-        carry: Any,
-        masking: bool = False,
-        information: bool = False,
-        device_count: int = 1,
-    ) -> tuple[CacheState, tuple[Any, Any]]:
-        """Map a function over all observations, in order.
-
-        Args:
-            fun: Called for one mini-batch after the other.
-            data_state: As the ``init`` function returned it.
-            carry: What the first call gets as its state.
-            masking: Whether ``fun`` gets the mask and returns one result per mini-batch. Otherwise
-                it returns one per observation, and those that only fill up are dropped.
-            information: Whether ``fun`` gets the :class:`MiniBatchInformation` too.
-            device_count: Devices on which this is called with equal states.
-
-        Returns:
-            The data state, and the results with the last state of ``fun``. The results have a
-            leading dimension for the observations, or with ``masking`` for the mini-batches.
-        """
-
-
-class FullDataMapperFunction(Protocol):
-    """Maps functions over all data; the first function of :func:`full_data_mapper`."""
-
-    def __call__(
-        self,
-        fun: Any,
-        carry: Any,
-        masking: bool = False,
-        information: bool = False,
-        batched: bool = True,
-        device_count: int = 1,
-    ) -> tuple[Any, Any]:
-        """Map a function over all observations, in order.
-
-        Args:
-            fun: Called for one mini-batch after the other.
-            carry: What the first call gets as its state.
-            masking: Whether ``fun`` gets the mask and returns one result per mini-batch.
-            information: Whether ``fun`` gets the :class:`MiniBatchInformation` too.
-            batched: Whether ``fun`` takes mini-batches. Otherwise it takes one observation, and is
-                vectorised; the state that it returns must not depend on the observation then.
-            device_count: Devices on which this is called.
-
-        Returns:
-            The results and the last state of ``fun``.
-        """
-
-
-class _Handle:
-    """What the functions of a wrapper share: they keep it, and with it the engine, alive.
-
-    Attributes:
-        box: Keeps the last error.
-        engine: Serves the draws, or None.
-        server: Serves the callbacks, or None.
-    """
-
-    def __init__(self) -> None:
-        self.box = ErrorBox()
-        self.engine: DrawEngine | None = None
-        self.server: Server | None = None
-        self.is_released = False
-
-    def release(self) -> None:
-        """Give back memory and processes. May be called again."""
-        self.is_released = True
-        if self.engine is not None:
-            self.engine.close()
-        if isinstance(self.server, LoaderServer) and not self.server.is_released:
-            self.server.release()
-
-    def check(self) -> None:
-        """Refuse to begin a chain once released."""
-        if self.is_released:
-            raise RuntimeError("the data loader has been released; make a new one")
-
-    def mark(self, *functions: Any) -> None:
-        """Let last_error() find the errors from these functions."""
-        for function in functions:
-            function._hydrax_errors = self.box
 
 
 def last_error(source: Any) -> BaseException | None:
@@ -265,155 +89,6 @@ def last_error(source: Any) -> BaseException | None:
             "function that draws from one"
         )
     return box.error
-
-
-def _is_supported_by_handler() -> bool:
-    """Whether programs run, by default, where the handler in C serves them."""
-    return jax.default_backend() == "cpu"
-
-
-def _draw_from_engine(
-    engine: DrawEngine, structs: PyTree, state: CacheState
-) -> tuple[CacheState, tuple[PyTree, jax.Array]]:
-    """Draw a mini-batch through the handler in C."""
-    leaves, treedef = jax.tree.flatten(structs)
-    results = [array_struct(leaf.shape[1:], leaf.dtype) for leaf in leaves]
-    results.append(array_struct((engine.mb_size,), np.dtype(np.bool_)))
-    *batch, mask = jax.ffi.ffi_call("hydrax_draw", results, vmap_method="broadcast_all")(
-        np.uint32(engine.id), state.current_line, state.state
-    )
-    line = state.current_line + np.uint32(1)
-    following = state._replace(
-        current_line=line, state=state.state.at[-1].add((line == 0).astype(np.uint32))
-    )
-    return following, (jax.tree.unflatten(treedef, batch), mask)
-
-
-def _draw_from_server(
-    handle: Callable[[], _Handle | None], structs: PyTree, state: CacheState
-) -> tuple[CacheState, tuple[PyTree, jax.Array]]:
-    """Draw a mini-batch through a callback."""
-
-    def server() -> Server | None:
-        found = handle()
-        return None if found is None or found.is_released else found.server
-
-    cached = Cached(state.cached_batches, state.valid, state.current_line, state.state)
-    cached, result = draw_cached(server, structs, cached, state.chain_id)
-    following = state._replace(
-        cached_batches=cached.batches,
-        valid=cached.valid,
-        current_line=cached.line,
-        state=cached.words,
-    )
-    return following, result
-
-
-class _HostDraws:
-    """Chains of a host data loader and their draws.
-
-    Args:
-        loader: The data loader.
-        cache_size: Draws that are loaded together.
-        mb_size: Observations of a draw.
-        handle: Gets what has to be released.
-        worker_count: Loader processes, or None.
-        timeout_s: Seconds that a draw may wait, or None.
-    """
-
-    def __init__(
-        self,
-        loader: HostDataLoader,
-        cache_size: int,
-        mb_size: int,
-        handle: _Handle,
-        worker_count: int | None,
-        timeout_s: float | None,
-    ) -> None:
-        self.observation_count = int(loader.static_information["observation_count"])
-        self.mb_size = mb_size
-        self.cache_size = cache_size
-        self.handle = handle
-        structs, _ = loader.batch_format(cache_size, mb_size=mb_size)
-        self.structs = jax.tree.map(
-            lambda leaf: array_struct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype)),
-            structs,
-        )
-        self._loader: SourceDataLoader | None = None
-        if isinstance(loader, SourceDataLoader):
-            self._loader = loader
-            handle.engine = loader.make_engine(
-                cache_size=cache_size,
-                mb_size=mb_size,
-                worker_count=worker_count,
-                timeout_s=timeout_s,
-                box=handle.box,
-            )
-            handle.server = EngineServer(handle.engine, cache_size)
-        else:
-            handle.server = LoaderServer(loader, jax.tree.leaves(self.structs), handle.box)
-        self._is_direct = handle.engine is not None and _is_supported_by_handler()
-
-    def begin(self, *, is_ordered: bool, **kwargs: Any) -> CacheState:
-        """A new chain's state before its first draw."""
-        self.handle.check()
-
-        def register(loader: HostDataLoader) -> int:
-            method = (
-                loader.register_ordered_pipeline if is_ordered else loader.register_random_pipeline
-            )
-            return method(cache_size=self.cache_size, mb_size=self.mb_size, **kwargs)
-
-        if isinstance(self.handle.server, LoaderServer):
-            chain_id = self.handle.server.register(register)
-            words = np.zeros(2, np.uint32)
-            words[0] = zlib.crc32(repr((self.observation_count, self.structs)).encode())
-            return self._first_state(chain_id, words)
-        assert self._loader is not None
-        assert self.handle.engine is not None
-        chain_id = register(self._loader)
-        chain = self._loader.registered_chain(chain_id)
-        words = self.handle.engine.state_words(chain)
-        self.handle.engine.prepare(chain, 0)
-        _core.watch_interrupts()
-        return self._first_state(chain_id, words)
-
-    def _first_state(self, chain_id: int, words: np.ndarray[Any, Any]) -> CacheState:
-        state = CacheState(
-            cached_batches_count=jnp.asarray(self.cache_size, jnp.int32),
-            chain_id=jnp.asarray(chain_id, jnp.int32),
-            state=jnp.asarray(words),
-        )
-        if self._is_direct:
-            return state._replace(current_line=jnp.asarray(0, jnp.uint32))
-        return state._replace(
-            cached_batches=jax.tree.map(
-                lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.structs
-            ),
-            valid=jnp.zeros((self.cache_size, self.mb_size), jnp.bool_),
-            current_line=jnp.asarray(self.cache_size, jnp.int32),  # nothing is cached yet
-        )
-
-    def ordered_state(self) -> CacheState:
-        """The state before a pass over the data in order, of a loader of this package."""
-        assert self.handle.engine is not None
-        return self._first_state(0, self.handle.engine.state_words(ORDERED))
-
-    def draw(self, state: CacheState) -> tuple[CacheState, tuple[PyTree, MiniBatchInformation]]:
-        """Draw a mini-batch."""
-        if state.cached_batches is None:
-            if self.handle.engine is None:
-                raise ValueError("the CacheState is of another data loader")
-            _core.watch_interrupts()  # also after somebody else has taken the signal over
-            following, (batch, mask) = _draw_from_engine(self.handle.engine, self.structs, state)
-        else:
-            following, (batch, mask) = _draw_from_server(
-                weakref.ref(self.handle), self.structs, state
-            )
-        return following, (
-            batch,
-            MiniBatchInformation(self.observation_count, mask, self.mb_size),
-        )
 
 
 def _observation_count(loader: DataLoader) -> int:
@@ -490,11 +165,11 @@ def random_reference_data(
     timeout_s = check_timeout(timeout_sec)
     if worker_count is not None:
         worker_count = check_int("worker_count", worker_count, minimum=1, maximum=2**12)
-    handle = _Handle()
+    handle = Handle()
     if isinstance(data_loader, DeviceDataLoader):
         return _random_on_device(data_loader, mb_size, handle)
     assert isinstance(data_loader, HostDataLoader)
-    draws = _HostDraws(data_loader, cache_size, mb_size, handle, worker_count, timeout_s)
+    draws = HostDraws(data_loader, cache_size, mb_size, handle, worker_count, timeout_s)
 
     def init(**kwargs: Any) -> CacheState:
         return draws.begin(is_ordered=False, **kwargs)
@@ -512,7 +187,7 @@ def random_reference_data(
 
 
 def _random_on_device(
-    loader: DeviceDataLoader, mb_size: int, handle: _Handle
+    loader: DeviceDataLoader, mb_size: int, handle: Handle
 ) -> tuple[Callable[..., CacheState], GetBatchFunction, Callable[[], None]]:
     def init(*args: Any, **kwargs: Any) -> CacheState:
         handle.check()
@@ -644,10 +319,10 @@ def full_reference_data(
     """
     count, cache_size, mb_size = _check_full_sizes(data_loader, cached_batches_count, mb_size)
     timeout_s = check_timeout(timeout_sec)
-    handle = _Handle()
-    draws: _HostDraws | None = None
+    handle = Handle()
+    draws: HostDraws | None = None
     if isinstance(data_loader, HostDataLoader):
-        draws = _HostDraws(data_loader, cache_size, mb_size, handle, worker_count, timeout_s)
+        draws = HostDraws(data_loader, cache_size, mb_size, handle, worker_count, timeout_s)
 
     def init(**kwargs: Any) -> CacheState:
         handle.check()
