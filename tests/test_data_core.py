@@ -658,11 +658,10 @@ def test_chains_that_were_given_up_do_not_stop_loading_ahead():
         init(seed=seed)
     (engine,) = loader._engines
     draw = jax.jit(lambda state: jax.lax.scan(lambda s, _: get_batch(s), state, length=400))
-    state, _ = jax.block_until_ready(draw(init(seed=1000)))
+    state = init(seed=1000)
     before = engine.blocks_requested
-    state, _ = jax.block_until_ready(draw(state))
-    state, _ = jax.block_until_ready(draw(state))
+    for _ in range(3):
+        state, _ = jax.block_until_ready(draw(state))
+    ahead = engine.blocks_requested - before - 3 * 400 // engine.block_draws
     release()
-    # The second time, as after the first, more is on its way than has been drawn.
-    assert engine.blocks_requested - before >= 2 * 400 // engine.block_draws
-    assert engine.blocks_requested > 100 + 3 * 400 // engine.block_draws
+    assert ahead >= 3
