@@ -362,6 +362,11 @@ def test_a_result_that_cannot_be_rebuilt_is_a_loader_error():
     assert "cannot be rebuilt" in str(error)
 
 
+def test_a_result_that_cannot_be_rebuilt_is_not_laid_to_one_other_item():
+    error = the_error(doing_at(7, lambda: {"thing": NotRebuilt()}))
+    assert "reading the result of items from 5 " in str(error)
+
+
 def test_additional_results_of_any_size_come_back_in_item_order():
     def load(number, arrays, seed):
         arrays["x"][:] = number
