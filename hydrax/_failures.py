@@ -11,13 +11,18 @@ import pickle
 import traceback
 from typing import NamedTuple
 
-__all__ = ["EXITS", "STARTING_UP", "LoadFailure", "RunReport", "describe_failure"]
+__all__ = ["EXITS", "STARTING_UP", "LoadFailure", "RunReport", "describe_failure", "is_of"]
 
 EXITS = (KeyboardInterrupt, SystemExit, bdb.BdbQuit)
 """Exceptions that ask the program to end, whatever is being loaded."""
 
 STARTING_UP = "starting up"
 """Stage of a failure that is about no item."""
+
+
+def is_of(error: BaseException, kinds: type | tuple[type, ...]) -> bool:
+    """Like isinstance(), without asking the exception for its ``__class__``, which may raise."""
+    return issubclass(type(error), kinds)
 
 
 class LoadFailure(NamedTuple):
@@ -81,8 +86,8 @@ def describe_failure(error: BaseException, arrays: str, stage: str) -> LoadFailu
             kind = f"{type(error).__module__}.{kind}"
     except BaseException:  # its metaclass may do anything, too
         kind = "an exception"
-    if isinstance(error, bdb.BdbQuit):
+    if is_of(error, bdb.BdbQuit):
         message = "a debugger cannot be used in a loader process; use loader_count=0 for that"
     return LoadFailure(
-        kind, message, text, pickled, arrays, stage, os.getpid(), isinstance(error, EXITS)
+        kind, message, text, pickled, arrays, stage, os.getpid(), is_of(error, EXITS)
     )

@@ -19,7 +19,7 @@ import numpy as np
 from hydrax import _context, _core
 from hydrax._convert import convert
 from hydrax._debug import CheckedLoader, Checksums, checksums_of
-from hydrax._failures import EXITS, LoadFailure, RunReport, describe_failure
+from hydrax._failures import EXITS, LoadFailure, RunReport, describe_failure, is_of
 from hydrax._mapped import reads_of
 from hydrax._ragged import with_lengths
 from hydrax._random import ItemRandom
@@ -145,12 +145,12 @@ class ItemLoader:
             assert cause is not None
             self.last_error = cause
             run.fail(failed.item, pickle.dumps(tuple(self._describe(group, failed))))
-            if not _context.is_worker() and not isinstance(cause, Exception):
+            if not _context.is_worker() and not is_of(cause, Exception):
                 raise cause from None
         except BaseException as error:  # no room for the results, or a signal's handler raised
             self.last_error = error
             self.fail(run, error, "keeping the results of")
-            if not _context.is_worker() and not isinstance(error, Exception):
+            if not _context.is_worker() and not is_of(error, Exception):
                 raise
         finally:
             _context.set_run(*previous)
@@ -165,7 +165,8 @@ class ItemLoader:
 
     def _skip(self, group: LoadGroup, failed: _ItemError, skipped: dict[int, LoadFailure]) -> None:
         """Note that an item is left out; raises what failed where that is not to be."""
-        if not self._job.skips_items or isinstance(failed.__cause__, EXITS):
+        assert failed.__cause__ is not None
+        if not self._job.skips_items or is_of(failed.__cause__, EXITS):
             raise failed
         skipped[failed.item] = self._describe(group, failed)
 

@@ -97,15 +97,16 @@ def read_records(
                 packed = results.results
                 results = {} if packed is None else pickle.loads(packed)
         except Exception as error:  # the classes of the results may do anything
+            # It may be any of the run: their results were pickled together.
             failure = describe_failure(error, "", "reading the result of")
-            failed = _loader_error(planned, group, first, failure, error, is_batched=is_batched)
+            failed = _loader_error(planned, group, first, failure, error, is_of_run=True)
             return BatchFailure(failed, planned.valid_count, is_of_item=True)
         for key, values in results.items():
             whole = additional.setdefault(key, [None] * planned.item_count)
             whole[first : first + len(values)] = values
     errors = {
         item: _loader_error(
-            planned, group, item, failure, _unpickle_exception(failure.exception), is_batched=False
+            planned, group, item, failure, _unpickle_exception(failure.exception), is_of_run=False
         )
         for item, failure in sorted(skipped.items())
         if item < planned.valid_count
@@ -128,7 +129,7 @@ def failure_of_change(
         f"array {name!r}: its memory was written to after the loader function had returned"
     )
     failure = describe_failure(cause, "", "checking")._replace(traceback_text="")
-    error = _loader_error(planned, group, item, failure, cause, is_batched=False)
+    error = _loader_error(planned, group, item, failure, cause, is_of_run=False)
     return BatchFailure(error, planned.valid_count, is_of_item=True)
 
 
@@ -184,7 +185,8 @@ def _failure(
         original = _unpickle_exception(failure.exception)
     if failure.stage == STARTING_UP:
         return BatchFailure(_startup_error(failure, original), planned.valid_count, False)
-    error = _loader_error(planned, group, item, failure, original, is_batched=is_batched)
+    is_of_run = is_batched and failure.stage == "loading"
+    error = _loader_error(planned, group, item, failure, original, is_of_run=is_of_run)
     return BatchFailure(error, planned.valid_count, is_of_item=not failure.is_exit)
 
 
@@ -218,12 +220,12 @@ def _loader_error(
     failure: LoadFailure,
     original: BaseException | None,
     *,
-    is_batched: bool,
+    is_of_run: bool,
 ) -> LoaderError:
     index = planned.plan.indices()[item]
     seed = planned.plan.seeds()[item] if planned.kind == _core.TRAINING else None
     descriptor, text = _descriptor(group, index)
-    what = "items from" if is_batched and failure.stage == "loading" else "item"
+    what = "items from" if is_of_run else "item"
     message = (
         f"{failure.stage} {what} {index} ({text}) of {_kind(planned)} group "
         f"{planned.group_index} failed in epoch {planned.epoch}, batch {planned.epoch_batch}, "

@@ -308,9 +308,14 @@ class WorkerPool:
             _wait_for_all(running)
         finally:
             # Also when a signal's handler raised while this was waiting.
-            for fd in running:
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+            for worker in workers.values():
+                if worker.pidfd in running:
+                    with contextlib.suppress(ProcessLookupError):
+                        signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
+                    # And what its loader function has started: nobody else waits for that. The
+                    # number is the group's as long as the worker has not been collected.
+                    with contextlib.suppress(OSError):
+                        os.killpg(worker.pid, signal.SIGKILL)
             for index, worker in workers.items():
                 self._arena.watch(index, -1)
                 worker.reap()

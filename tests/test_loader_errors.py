@@ -187,6 +187,14 @@ class TextExits(Exception):
     __repr__ = __str__
 
 
+class TellsNothing(Exception):
+    def __getattribute__(self, name):
+        raise RuntimeError("no attributes")
+
+    # The test runner asks it for a name.
+    __repr__ = object.__repr__
+
+
 class HoldsLock(Exception):
     def __init__(self, text, lock):
         super().__init__(text)
@@ -244,6 +252,19 @@ def test_any_exception_of_a_worker_becomes_a_loader_error_at_once(error, text, c
     assert text in str(got)
     assert got.index == 7
     assert type(got.__cause__) is cause
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip_item"])
+@pytest.mark.parametrize("loader_count", [0, 2])
+def test_an_exception_that_refuses_every_attribute_is_about_its_item(loader_count, on_error):
+    options = {"loader_count": loader_count, "on_error": on_error}
+    loader = failing_at(7, TellsNothing("told"))
+    if on_error == "raise":
+        assert the_error(loader, **options).index == 7
+    else:
+        with Dataloader(loader, numbers(), end_at=("epoch", 1), **options) as dataloader:
+            use_up(dataloader)
+        assert dataloader.stats().items_skipped == 1
 
 
 def test_an_exception_that_ends_programs_does_so_in_process():
@@ -339,6 +360,11 @@ class NotRebuilt:
 def test_a_result_that_cannot_be_rebuilt_is_a_loader_error():
     error = the_error(doing_at(7, lambda: {"thing": NotRebuilt()}))
     assert "cannot be rebuilt" in str(error)
+
+
+def test_a_result_that_cannot_be_rebuilt_is_not_laid_to_one_other_item():
+    error = the_error(doing_at(7, lambda: {"thing": NotRebuilt()}))
+    assert "reading the result of items from 5 " in str(error)
 
 
 def test_additional_results_of_any_size_come_back_in_item_order():

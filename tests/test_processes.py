@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import threading
 import time
 import weakref
@@ -52,6 +53,11 @@ def fail_at_seven(number, arrays, seed):
 def report_pid(number, arrays, seed):
     arrays["x"][:] = number
     return {"pid": os.getpid(), "is_worker": hydrax.is_worker()}
+
+
+def run_a_long_command(number, arrays, seed):
+    with subprocess.Popen(["sleep", "60"]) as process:
+        Path(os.environ["HYDRAX_TEST_FOLDER"], str(process.pid)).touch()
 
 
 def numbers(count=20, batch_size=5, **options):
@@ -295,6 +301,18 @@ def test_leaving_the_block_does_not_wait_for_items_that_take_long(start_method):
     assert time.monotonic() - start_s < 1
     ours = [worker.pid for worker in workers if "tracker" not in " ".join(command_of(worker))]
     seconds_until_gone(ours, 0.5)
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_what_a_loader_waits_for_ends_with_its_process(start_method, tmp_path, monkeypatch):
+    monkeypatch.setenv("HYDRAX_TEST_FOLDER", str(tmp_path))
+    with Dataloader(run_a_long_command, numbers(), start_method=start_method, timeout_sec=60):
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (started := list(tmp_path.iterdir())) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    pids = [int(path.name) for path in started]
+    assert len(pids) == 1
+    seconds_until_gone(pids, at_most_s=1)
 
 
 def command_of(process):
