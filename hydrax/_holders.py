@@ -26,9 +26,9 @@ from hydrax._batch import Batch
 
 __all__ = ["Holders", "describe_holders"]
 
-# A step is taken if it will probably end within this time, judging by the one before it, and the
-# first one if there are not too many blocks of memory.
-_BUDGET_S = 0.4
+# A step is taken if it will probably end within this processor time, judging by the one before it,
+# and the first one if there are not too many blocks of memory. Most programs need a tenth of it.
+_BUDGET_S = 1.0
 _MAX_BLOCKS = 40_000_000
 _MAX_STEPS = 10
 # Objects whose referrers are looked for in one step, which takes longer for more.
@@ -51,6 +51,9 @@ _GENERATORS = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorTyp
 # dict that the frame keeps.
 _IS_COPIED = sys.version_info < (3, 13)
 _REFERENCES_TO_COPY = 3  # of the frame, a variable, and the call that counts them
+
+
+_NOT_FOUND = "something that was not found in time, or is outside of Python"
 
 
 class Holders(NamedTuple):
@@ -220,7 +223,7 @@ def _tell(found: Sequence[tuple[str, list[_Path]]]) -> list[str]:
     groups: dict[tuple[str, ...], list[str]] = {}
     for text, paths in found:
         # Of a batch the batch is told, not each of its arrays.
-        by_batch: dict[str, list[str]] = {}
+        by_batch: dict[str, list[str]] = {} if paths else {text: [_NOT_FOUND]}
         for path in paths:
             by_batch.setdefault(path.batch or text, []).append(path.text)
         for name, texts in by_batch.items():

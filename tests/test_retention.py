@@ -435,15 +435,28 @@ def test_a_large_heap_is_searched_in_bounded_time():
     many = [object() for _ in range(1_000_000)]
     with Dataloader(fill, numbers(), depth=1, timeout_sec=TIMEOUT_S) as dataloader:
         many.append(next(dataloader).arrays["x"])
-        start_s = time.perf_counter()
+        start_s = time.thread_time()
         gc.get_referrers(many)
-        step_s = time.perf_counter() - start_s
-        start_s = time.perf_counter()
+        step_s = time.thread_time() - start_s
+        start_s = time.thread_time()
         lines = describe_holders([dataloader._flow.loading.arena]).lines
-        took_s = time.perf_counter() - start_s
+        took_s = time.thread_time() - start_s
     assert len(heap) == 700_000
     assert "variable 'many'" in "".join(lines)
-    assert took_s < 0.8 + 4 * step_s
+    assert took_s < 1.2 + 4 * step_s
+
+
+def test_a_search_that_is_given_up_says_so(monkeypatch):
+    monkeypatch.setattr(hydrax._holders, "_MAX_BLOCKS", 0)
+    with Dataloader(fill, numbers(), depth=1, timeout_sec=TIMEOUT_S) as dataloader:
+        kept = [next(dataloader)]
+        lines = describe_holders([dataloader._flow.loading.arena]).lines
+        assert "array float32[5, 4] in slot 0" in lines[0]
+        assert "not found in time" in lines[1]
+        array = kept[0].arrays["x"]  # what a variable itself holds needs no search
+        lines = describe_holders([dataloader._flow.loading.arena]).lines
+        assert "variable 'array' of test_a_search" in lines[1]
+        del array
 
 
 def test_many_slots_make_a_short_report():
