@@ -27,6 +27,9 @@ static void *guard_main(void *argument)
     struct pollfd fd = {.fd = (int)(intptr_t)argument, .events = POLLIN};
     while (ppoll(&fd, 1, NULL, NULL) < 0 && errno == EINTR) {
     }
+    /* What the loader function has started is in the group that this process leads. */
+    if (getpgrp() == getpid())
+        kill(0, SIGKILL);
     _exit(0);
 }
 

@@ -6,8 +6,9 @@
 
 #include "hx_status.h"
 
-/* End this process as soon as the process behind trainer_fd has ended, whatever the process is
- * doing then: a thread of its own waits for it. Takes trainer_fd. Returns HX_OK, HX_SYSTEM. */
+/* End this process, and the others of the process group that it leads, as soon as the process
+ * behind trainer_fd has ended, whatever they are doing then: a thread of its own waits for it.
+ * Takes trainer_fd. Returns HX_OK, HX_SYSTEM. */
 enum hx_status hx_process_guard(int trainer_fd);
 
 /* Let threads with the usual time slice preempt the calling thread when they wake, by taking

@@ -14,6 +14,7 @@ from hydrax._datagroup import DataGroup
 from hydrax._dataloader import Dataloader
 from hydrax._ragged import length_mask
 from hydrax._references import debug_batch_references
+from hydrax._share import process_share
 from hydrax._specs import ArrayLayout, Ragged
 from hydrax._stats import LoaderStats, WorkerStats
 from hydrax._version import __version__
@@ -73,4 +74,5 @@ __all__ = [
     "length_mask",
     "loader_context",
     "pack_sequences",
+    "process_share",
 ]

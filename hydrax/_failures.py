@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 __all__ = ["EXITS", "STARTING_UP", "LoadFailure", "RunReport", "describe_failure", "is_of"]
 
+# Characters of a message or a traceback that go into an error's text; the exception itself has all.
+_TEXT_LENGTH = 100_000
+
 EXITS = (KeyboardInterrupt, SystemExit, bdb.BdbQuit)
 """Exceptions that ask the program to end, whatever is being loaded."""
 
@@ -64,14 +67,23 @@ class RunReport(NamedTuple):
     checksums: dict[int, dict[str, int]]
 
 
+def _cut(text: str) -> str:
+    """Beginning and end of a text that is longer than anybody reads."""
+    left_out = len(text) - _TEXT_LENGTH
+    if left_out <= 0:
+        return text
+    half = _TEXT_LENGTH // 2
+    return f"{text[:half]}\n... ({left_out} characters) ...\n{text[-half:]}"
+
+
 def describe_failure(error: BaseException, arrays: str, stage: str) -> LoadFailure:
     """An exception as something that can be sent, whatever its own methods do."""
     try:
-        message = str(error)
+        message = _cut(str(error))
     except BaseException as other:
         message = f"<its text cannot be had: {type(other).__name__}>"
     try:
-        text = "".join(traceback.format_exception(error))
+        text = _cut("".join(traceback.format_exception(error)))
     except BaseException as other:
         text = f"<its traceback cannot be had: {type(other).__name__}>"
     pickled: bytes | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 __all__ = ["available_nbytes", "format_nbytes"]
@@ -11,8 +12,8 @@ _UNLIMITED = 2**60
 
 
 def available_nbytes() -> int:
-    """Bytes that this process can still take: of the machine, and of its control groups."""
-    limits = [_machine_available()]
+    """Bytes that this process can still take: of the machine, its control groups, its own limit."""
+    limits = [_machine_available(), _process_available()]
     limits.extend(_group_available())
     return min(limits)
 
@@ -35,6 +36,15 @@ def _machine_available() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return _UNLIMITED
+
+
+def _process_available() -> int:
+    """Bytes of addresses left to this process (``ulimit -v``)."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return _UNLIMITED
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return max(limit - pages * resource.getpagesize(), 0)
 
 
 def _read_int(path: Path) -> int | None:

@@ -610,3 +610,17 @@ def test_errors_survive_the_way_between_processes(error):
     assert str(copied) == "text"
     assert vars(copied) == vars(error)
     assert isinstance(copied, HydraxError)
+
+
+def test_an_enormous_message_is_cut_in_the_error_and_whole_in_its_cause():
+    def load(number, arrays, seed):
+        raise ValueError("begin" + "x" * 10**7 + "end")
+
+    with (
+        Dataloader(load, numbers(), timeout_sec=TIMEOUT_S) as dataloader,
+        pytest.raises(LoaderError) as caught,
+    ):
+        next(dataloader)
+    assert len(str(caught.value)) < 10**6
+    assert "begin" in str(caught.value)
+    assert len(str(caught.value.__cause__)) == 10**7 + 8

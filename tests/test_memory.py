@@ -1,4 +1,5 @@
 import re
+import resource
 from pathlib import Path
 
 from hydrax._memory import available_nbytes, format_nbytes
@@ -17,3 +18,13 @@ def test_sizes_read_in_the_largest_fitting_unit():
         "5.0 GiB",
         "2.0 TiB",
     ]
+
+
+def test_a_limit_of_the_process_itself_counts():
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + 2**30, before[1]))
+    try:
+        assert available_nbytes() <= 2**30
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

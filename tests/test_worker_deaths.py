@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from isolated.run import seconds_until_gone
 
 from hydrax import DataGroup, Dataloader, LoaderError, WorkerDiedError, loader_context
 
@@ -144,7 +145,8 @@ def test_a_worker_that_dies_idle_is_noticed_though_batches_are_ready():
         pid = int(next(dataloader).arrays["seed"][0])
         time.sleep(0.3)  # all slots are full
         os.kill(pid, signal.SIGKILL)
-        time.sleep(0.1)
+        seconds_until_gone([pid], at_most_s=5)
+        time.sleep(0.05)  # next() looks every 20 ms
         with pytest.raises(WorkerDiedError, match="SIGKILL while it waited for work"):
             next(dataloader)
 
@@ -168,7 +170,8 @@ def test_a_worker_that_dies_idle_is_replaced(caplog):
         pid = int(first.arrays["seed"][0])
         time.sleep(0.3)
         os.kill(pid, signal.SIGKILL)
-        time.sleep(0.1)
+        seconds_until_gone([pid], at_most_s=5)
+        time.sleep(0.05)
         seen = {pid}
         numbers = first.arrays["x"][:, 0].tolist()
         del first

@@ -1,6 +1,10 @@
-"""Trains for ever: start_method, and what its loader does ("quick", "sleep", "hold_gil")."""
+"""Trains for ever: start_method, and what its loader does.
+
+That is "quick", "sleep", "start" (a program that sleeps) or "hold_gil".
+"""
 
 import ctypes
+import subprocess
 import sys
 import time
 
@@ -17,6 +21,8 @@ def load(number, arrays, seed):
         return
     if WORK == "sleep":
         time.sleep(60)
+    elif WORK == "start":
+        subprocess.run(["sleep", "60"])
     elif WORK == "hold_gil":
         ctypes.PyDLL(None).sleep(60)
 
