@@ -270,9 +270,10 @@ def test_a_loader_may_fork_and_leave_threads_behind():
 def test_no_loader_process_outlives_a_killed_main_process(start_method, work):
     main = start(str(FOLDER / "endless.py"), start_method, work)
     assert main.stdout.readline() == "training\n"
-    count = {"forkserver": 5}.get(start_method, 8 if work == "start" else 4)
+    # Of the four, those that have items to load start a program each.
+    count = 4 + (start_method == "forkserver") + 2 * (work == "start")
     deadline_s = time.monotonic() + 10
-    while len(workers := psutil.Process(main.pid).children(recursive=True)) != count:
+    while len(workers := psutil.Process(main.pid).children(recursive=True)) < count:
         assert time.monotonic() < deadline_s, workers
         time.sleep(0.01)
     main.kill()
