@@ -201,7 +201,7 @@ def report(text: str) -> None:
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description="Run the benchmarks; print a table.")
-    parser.add_argument("--quick", action="store_true", help="one short round, under 2 minutes")
+    parser.add_argument("--quick", action="store_true", help="one short round")
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS, metavar="NAME")
     parser.add_argument("--rounds", type=int, help="rounds, default 5")
     parser.add_argument("--seconds", type=float, help="time counted for each, default 2")
