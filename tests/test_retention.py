@@ -313,17 +313,23 @@ def test_batches_in_cycles_are_collected_although_the_collector_is_off(caplog, s
 
 def test_work_that_jax_has_not_finished_is_told_apart(caplog, soon):
     @jax.jit
-    def slow(x, square):
-        total = jax.lax.fori_loop(0, 500, lambda _, s: jnp.tanh(s @ s), square)
+    def slow(x, square, rounds):
+        total = jax.lax.fori_loop(0, rounds, lambda _, s: jnp.tanh(s @ s), square)
         return total[0, 0] + x.sum()
 
+    def seconds(rounds):
+        start_s = time.monotonic()
+        slow(jnp.zeros((5, 4), jnp.float32), square, rounds).block_until_ready()
+        return time.monotonic() - start_s
+
     square = jnp.ones((300, 300), jnp.float32)
-    slow(jnp.zeros((5, 4), jnp.float32), square).block_until_ready()
+    seconds(1)  # compiles
+    rounds = int(100 * 1.5 / seconds(100))  # a second and a half, on any machine
     with Dataloader(fill, numbers(), depth=2, timeout_sec=TIMEOUT_S) as dataloader:
         totals = []
         for _ in range(3):
             batch = next(dataloader)
-            totals.append(slow(batch.arrays["x"], square))
+            totals.append(slow(batch.arrays["x"], square, rounds))
             del batch
         jax.block_until_ready(totals)
     (warning,) = warnings_of(caplog)
