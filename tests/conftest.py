@@ -29,12 +29,19 @@ RUN_SEED = int(os.environ.get("HYDRAX_TEST_SEED", time.time_ns() % 2**32))
 SETTLE_S = 5.0
 """How long a process or a mapping that is on its way out may take."""
 
+LARGE_MODULES = ("test_data_tensorflow", "test_huggingface")
+
 OWN_FD = re.compile(r"/memfd:|anon_inode:\[(?:eventfd|pidfd)\]|pidfd:")
 HELPER_PROCESS = re.compile(r"multiprocessing\.(?:forkserver|resource_tracker)")
 
 
 def pytest_report_header() -> str:
     return f"HYDRAX_TEST_SEED={RUN_SEED} jax {jax.__version__} numpy {np.__version__}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules whose libraries make this process large come last: forks of it are then slow."""
+    items.sort(key=lambda item: item.path.stem in LARGE_MODULES)
 
 
 def _seed_of(node: pytest.Item) -> int:
@@ -67,7 +74,17 @@ def _jax_is_up() -> None:
     """What JAX opens at its first use, it opens before the first test is watched."""
     jax.block_until_ready(jax.jit(lambda x: x + 1)(np.zeros(3, np.float32)))
     gc.collect()
-    gc.freeze()  # the collections around every test need not look at all of JAX
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _little_to_collect(_jax_is_up: None) -> None:
+    """Collections need not look at all that libraries and earlier modules keep.
+
+    There are several in every test, and forked processes copy what is looked at.
+    """
+    jax.clear_caches()
+    gc.collect()
+    gc.freeze()
 
 
 def _held() -> Counter[str]:

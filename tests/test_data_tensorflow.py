@@ -14,21 +14,27 @@ import numpy as np
 import psutil
 import pytest
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
-
-from hydrax.data import (  # noqa: E402
+from hydrax.data import (
     full_data_mapper,
     full_reference_data,
     last_error,
     random_reference_data,
 )
-from hydrax.data.tensorflow_loader import TensorflowDataLoader  # noqa: E402
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Imported for the first test here: it makes the process so large that forks of it are slow.
+tf: Any = None
+TensorflowDataLoader: Any = None
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _tensorflow_is_up() -> None:
     """What TensorFlow opens at its first use, it opens before the first test is watched."""
+    global tf, TensorflowDataLoader
+    tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+    from hydrax.data import tensorflow_loader
+
+    TensorflowDataLoader = tensorflow_loader.TensorflowDataLoader
     for _ in tf.data.Dataset.range(4).map(lambda x: x, num_parallel_calls=2).prefetch(1):
         pass
 
