@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -49,6 +50,17 @@ class _Worker:
     pid: int
     pidfd: int
     reap: Callable[[], int | None]
+
+
+_fork_lock = threading.Lock()
+
+
+def _renew_fork_lock() -> None:
+    global _fork_lock
+    _fork_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_fork_lock)
 
 
 class WorkerPool:
@@ -149,7 +161,8 @@ class WorkerPool:
         stack_fd = self._stack_files.renew(index)
         # The warnings say that a forked child must not use JAX or other threads' locks. A worker
         # does not, and the user did not write the call that they are about.
-        with warnings.catch_warnings():
+        # One fork at a time: what other libraries do before and after one need not stand several.
+        with _fork_lock, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             pid = os.fork()
             if pid == 0:
