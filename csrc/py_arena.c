@@ -265,16 +265,26 @@ static PyObject *arena_kick(PyObject *object, PyObject *unused)
     return Py_NewRef(Py_None);
 }
 
+/* The number of a worker of the arena. Returns 0, or -1 with an exception. */
+static int parse_worker(const struct hx_arena *arena, PyObject *argument, uint32_t *worker)
+{
+    const unsigned long number = PyLong_AsUnsignedLong(argument);
+    if (PyErr_Occurred())
+        return -1;
+    if (number >= arena->header->worker_count) {
+        PyErr_SetString(PyExc_IndexError, "no such worker");
+        return -1;
+    }
+    *worker = (uint32_t)number;
+    return 0;
+}
+
 static PyObject *arena_set_started(PyObject *object, PyObject *argument)
 {
     struct hx_arena *arena = arena_of(object);
-    const unsigned long worker = PyLong_AsUnsignedLong(argument);
-    if (PyErr_Occurred())
+    uint32_t worker;
+    if (parse_worker(arena, argument, &worker) != 0)
         return NULL;
-    if (worker >= arena->header->worker_count) {
-        PyErr_SetString(PyExc_IndexError, "no such worker");
-        return NULL;
-    }
     hx_store_relaxed_u32(&arena->workers[worker].is_started, 1);
     return Py_NewRef(Py_None);
 }
@@ -282,14 +292,10 @@ static PyObject *arena_set_started(PyObject *object, PyObject *argument)
 static PyObject *arena_bury(PyObject *object, PyObject *argument)
 {
     struct hx_arena *arena = arena_of(object);
-    const unsigned long worker = PyLong_AsUnsignedLong(argument);
-    if (PyErr_Occurred())
+    uint32_t worker;
+    if (parse_worker(arena, argument, &worker) != 0)
         return NULL;
-    if (worker >= arena->header->worker_count) {
-        PyErr_SetString(PyExc_IndexError, "no such worker");
-        return NULL;
-    }
-    hx_arena_bury(arena, (uint32_t)worker);
+    hx_arena_bury(arena, worker);
     return Py_NewRef(Py_None);
 }
 
@@ -298,13 +304,9 @@ static PyObject *arena_worker_run(PyObject *object, PyObject *argument)
     struct hx_arena *arena = arena_of(object);
     const struct hx_worker *record;
     uint32_t slot_index;
-    const unsigned long worker = PyLong_AsUnsignedLong(argument);
-    if (PyErr_Occurred())
+    uint32_t worker;
+    if (parse_worker(arena, argument, &worker) != 0)
         return NULL;
-    if (worker >= arena->header->worker_count) {
-        PyErr_SetString(PyExc_IndexError, "no such worker");
-        return NULL;
-    }
     record = &arena->workers[worker];
     slot_index = hx_load_acquire_u32(&record->slot);
     if (slot_index == HX_NO_SLOT)
@@ -320,13 +322,9 @@ static PyObject *arena_worker_state(PyObject *object, PyObject *argument)
     const struct hx_worker *record;
     const struct hx_slot *slot;
     uint32_t slot_index;
-    const unsigned long worker = PyLong_AsUnsignedLong(argument);
-    if (PyErr_Occurred())
+    uint32_t worker;
+    if (parse_worker(arena, argument, &worker) != 0)
         return NULL;
-    if (worker >= arena->header->worker_count) {
-        PyErr_SetString(PyExc_IndexError, "no such worker");
-        return NULL;
-    }
     record = &arena->workers[worker];
     slot_index = hx_load_acquire_u32(&record->slot);
     if (slot_index == HX_NO_SLOT)
@@ -346,14 +344,10 @@ static PyObject *arena_worker_state(PyObject *object, PyObject *argument)
 static PyObject *arena_worker_slot_wait(PyObject *object, PyObject *argument)
 {
     struct hx_arena *arena = arena_of(object);
-    const unsigned long worker = PyLong_AsUnsignedLong(argument);
-    if (PyErr_Occurred())
+    uint32_t worker;
+    if (parse_worker(arena, argument, &worker) != 0)
         return NULL;
-    if (worker >= arena->header->worker_count) {
-        PyErr_SetString(PyExc_IndexError, "no such worker");
-        return NULL;
-    }
-    return PyLong_FromUnsignedLongLong(hx_worker_slot_wait(arena, (uint32_t)worker));
+    return PyLong_FromUnsignedLongLong(hx_worker_slot_wait(arena, worker));
 }
 
 static PyObject *arena_slot_states(PyObject *object, PyObject *unused)
