@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from hydrax._failures import EXITS, LoadFailure, RunReport, describe_failure, is
 from hydrax._mapped import reads_of
 from hydrax._ragged import with_lengths
 from hydrax._random import ItemRandom
-from hydrax._sequences import items_of, take
+from hydrax._sequences import items_of, take_array
 from hydrax._shared_items import readable
 from hydrax._specs import ArrayLayout
 from hydrax.errors import RaggedLengthError, ValueRangeError
@@ -540,15 +540,6 @@ def _collect(
 
 def _descriptors(run: _core.Run, data: Sequence[Any], start: int, count: int) -> Sequence[Any]:
     """Descriptors of some of a run's items, as an array where the data is a range or an array."""
-    if not isinstance(data, (range, np.ndarray)):
-        return take(data, run.indices()[start : start + count])
     indices = np.empty(run.count, np.int64)
     run.fill_indices(indices.data)
-    indices = indices[start : start + count]
-    if isinstance(data, np.ndarray):
-        return cast(Sequence[Any], data[indices])
-    if data.step != 1:
-        indices *= data.step
-    if data.start != 0:
-        indices += data.start
-    return cast(Sequence[Any], indices)
+    return take_array(data, indices[start : start + count])

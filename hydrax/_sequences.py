@@ -15,11 +15,11 @@ import sqlite3
 import sys
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-__all__ = ["H5Rows", "ZarrRows", "as_sequence", "dumps", "items_of", "take"]
+__all__ = ["H5Rows", "ZarrRows", "as_sequence", "dumps", "items_of", "take", "take_array"]
 
 _CONTAINER_LOOK = 32
 """So many elements of a container are looked at for open files."""
@@ -75,6 +75,24 @@ def take(data: Sequence[Any], indices: Sequence[int]) -> Sequence[Any]:
             f"{type(data).__name__} gave {len(taken)} items where {len(indices)} were asked for"
         )
     return taken
+
+
+def take_array(data: Sequence[Any], indices: np.ndarray[Any, Any]) -> Sequence[Any]:
+    """Like :func:`take`, but an array where the data is a range or an array.
+
+    Args:
+        data: The data.
+        indices: Positions, int64 of shape ``(count,)``; of a range they become the items.
+    """
+    if isinstance(data, np.ndarray):
+        return cast(Sequence[Any], data[indices])
+    if not isinstance(data, range):
+        return take(data, indices.tolist())
+    if data.step != 1:
+        indices *= data.step
+    if data.start != 0:
+        indices += data.start
+    return cast(Sequence[Any], indices)
 
 
 def items_of(data: Sequence[Any], indices: Sequence[int]) -> Sequence[Any]:

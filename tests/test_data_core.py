@@ -665,3 +665,27 @@ def test_chains_that_were_given_up_do_not_stop_loading_ahead():
     ahead = engine.blocks_requested - before - 3 * 400 // engine.block_draws
     release()
     assert ahead >= 3
+
+
+def test_the_arena_loader_asks_for_many_items_at_a_time_where_the_data_offers_it():
+    class Squares:
+        def __len__(self):
+            return 50
+
+        def __getitem__(self, index):
+            raise AssertionError("one by one")
+
+        def __getitems__(self, indices):
+            return [index * index for index in indices]
+
+    def load(squares, arrays, seeds):
+        arrays["x"][:] = squares
+
+    spec = {"x": ((), np.int32, np.int32)}
+    group = hydrax.DataGroup(1, Squares(), loader_arrays=spec)
+    loader = ArenaDataLoader(load, group, batched=True)
+    init, get_batch, release = data.random_reference_data(loader, 4, 8)
+    _, batch = jax.jit(get_batch)(init(seed=3))
+    roots = np.sqrt(np.asarray(batch["x"]))
+    release()
+    np.testing.assert_array_equal(roots, np.round(roots))

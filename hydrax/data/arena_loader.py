@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from hydrax import _context, _core
 from hydrax._arguments import check_int
 from hydrax._datagroup import DataGroup
+from hydrax._sequences import take_array
+from hydrax._shared_items import readable
 from hydrax.data._draws import ORDERED, Chain, Selections
 from hydrax.data._host import SourceDataLoader
 from hydrax.data._loaders import array_struct
@@ -51,6 +53,7 @@ class _ArenaSource(DrawSource):
     ) -> None:
         self._loader_func = loader_func
         self._group = group
+        self._data = readable(group.data)
         self._specs = sorted(group.specs, key=lambda spec: spec.name)
         self._names = [spec.name for spec in self._specs]
         self._mb_size = mb_size
@@ -88,14 +91,8 @@ class _ArenaSource(DrawSource):
             name: array.reshape(rows, *array.shape[2:])
             for name, array in zip(self._names, arrays, strict=True)
         }
-        data = self._group.data
-        descriptors: Any
-        if isinstance(data, np.ndarray):
-            descriptors = data[indices.reshape(-1)]
-        elif isinstance(data, range):
-            descriptors = data.start + data.step * indices.reshape(-1)
-        else:
-            descriptors = [data[index] for index in indices.reshape(-1).tolist()]
+        # A range's items are made of the indices in their place, which the selection keeps.
+        descriptors = take_array(self._data, indices.reshape(-1).copy())
         previous = self._enter(chain, start)
         try:
             self._loader_func(descriptors, MappingProxyType(parts), seeds)
@@ -114,7 +111,7 @@ class _ArenaSource(DrawSource):
         indices, valid = self._rows(chain, first, count)
         mask[:] = valid
         loader_func = self._loader_func
-        data = self._group.data
+        data = self._data
         names = self._names
         previous = self._enter(chain, first)
         try:
