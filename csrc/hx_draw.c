@@ -3,14 +3,13 @@
 
 #include <errno.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "hx_atomic.h"
+#include "hx_interrupt.h"
 #include "hx_plan.h"
 #include "hx_slot.h"
 #include "hx_wait.h"
@@ -75,46 +74,6 @@ static struct hx_draw **registry;
 static size_t registry_capacity;
 static size_t registry_count;
 static uint64_t last_id;
-
-/* SIGINTs so far; written by the signal handler. */
-static _Atomic uint32_t interrupt_count;
-static struct sigaction previous_action;
-
-static void on_interrupt(int signum, siginfo_t *info, void *context)
-{
-    /* A library that took the signal over from us may hand it back to us. The thread that is inside
-     * is known by its number: thread-local data of a library may be allocated at the first use,
-     * and here memory cannot be. */
-    static _Atomic uint32_t inside;
-    const uint32_t this_thread = (uint32_t)syscall(SYS_gettid);
-    if (hx_load_relaxed_u32(&inside) == this_thread)
-        return;
-    hx_store_relaxed_u32(&inside, this_thread);
-    hx_add_relaxed_u32(&interrupt_count, 1);
-    if (previous_action.sa_flags & SA_SIGINFO)
-        previous_action.sa_sigaction(signum, info, context);
-    else if (previous_action.sa_handler != SIG_DFL && previous_action.sa_handler != SIG_IGN)
-        previous_action.sa_handler(signum);
-    hx_store_relaxed_u32(&inside, 0);
-}
-
-enum hx_status hx_draw_watch_interrupts(void)
-{
-    struct sigaction current, ours;
-    if (sigaction(SIGINT, NULL, &current) != 0)
-        return HX_SYSTEM;
-    if ((current.sa_flags & SA_SIGINFO) && current.sa_sigaction == on_interrupt)
-        return HX_OK;
-    /* Where nobody handles it the process ends by itself, or does not care. */
-    if (!(current.sa_flags & SA_SIGINFO) &&
-        (current.sa_handler == SIG_DFL || current.sa_handler == SIG_IGN))
-        return HX_OK;
-    previous_action = current;
-    ours = current;
-    ours.sa_flags |= SA_SIGINFO;
-    ours.sa_sigaction = on_interrupt;
-    return sigaction(SIGINT, &ours, NULL) == 0 ? HX_OK : HX_SYSTEM;
-}
 
 /* Add to the registry. Returns HX_OK, HX_NO_MEMORY. */
 static enum hx_status enter(struct hx_draw *engine)
@@ -501,7 +460,7 @@ static void adopt(struct hx_draw *engine, uint32_t slot)
  * draw began with so many interrupts. */
 static int is_interrupted(struct hx_draw *engine, uint64_t run, uint32_t before)
 {
-    const uint32_t count = hx_load_relaxed_u32(&interrupt_count);
+    const uint32_t count = hx_interrupt_count();
     struct run *oldest = &engine->runs[0];
     if (run == 0)
         return count != before;
@@ -597,7 +556,7 @@ enum hx_status hx_draw_copy(struct hx_draw *engine, const struct hx_draw_key *ke
                             uint64_t run, uint8_t *const *targets, struct hx_draw_report *report)
 {
     const struct hx_draw_config *config = &engine->config;
-    const uint32_t interrupts = hx_load_relaxed_u32(&interrupt_count);
+    const uint32_t interrupts = hx_interrupt_count();
     enum hx_status status = HX_OK;
     struct hx_arena *arena = NULL; /* holds the slot's lease once it is set */
     struct block *block = NULL;

@@ -125,8 +125,4 @@ uint64_t hx_draw_generation(struct hx_draw *engine);
 /* Blocks asked for so far: what tests of prefetching look at. */
 uint64_t hx_draw_blocks_requested(struct hx_draw *engine);
 
-/* Take notice of SIGINT in the process, before whoever handles it now; called again it makes sure
- * of it. A program that draws while one comes is ended. */
-enum hx_status hx_draw_watch_interrupts(void);
-
 #endif

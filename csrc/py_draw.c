@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "hx_draw.h"
+#include "hx_interrupt.h"
 #include "hx_wait.h"
 #include "hx_xla.h"
 #include "py_common.h"
@@ -347,7 +348,7 @@ PyObject *core_draw_handler(PyObject *module, PyObject *unused)
 
 PyObject *core_watch_interrupts(PyObject *module, PyObject *unused)
 {
-    enum hx_status status = hx_draw_watch_interrupts();
+    enum hx_status status = hx_interrupt_watch();
     (void)module;
     (void)unused;
     return status == HX_OK ? Py_NewRef(Py_None) : core_raise(status, "watching for interrupts");
