@@ -10,6 +10,7 @@
  *
  * Exits with status 77 where processes may not be traced.
  */
+#include <elf.h>
 #include <errno.h>
 #include <inttypes.h>
 #include <signal.h>
@@ -17,6 +18,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/auxv.h>
 #include <sys/ptrace.h>
 #include <sys/user.h>
 #include <sys/wait.h>
@@ -195,20 +197,39 @@ static int step(pid_t pid)
     return WSTOPSIG(status) == SIGTRAP;
 }
 
-/* Step a stopped worker through its run. */
+/* Whether an address lies in the code that the kernel maps into a process for reading the time: it
+ * loops for as long as the clock is being set, which to a worker that is stepped through can be
+ * often, and changes nothing of the arena's. */
+static int is_of_kernel(uint64_t address)
+{
+    const Elf64_Ehdr *image = (const Elf64_Ehdr *)getauxval(AT_SYSINFO_EHDR);
+    const Elf64_Phdr *segments;
+    int is_inside = 0;
+    if (image == NULL)
+        return 0;
+    segments = (const Elf64_Phdr *)((const char *)image + image->e_phoff);
+    for (int i = 0; i < image->e_phnum; i++)
+        is_inside |= segments[i].p_type == PT_LOAD &&
+                     address - (uint64_t)image - segments[i].p_offset < segments[i].p_memsz;
+    return is_inside;
+}
+
+/* Step a stopped worker through its run, until it is back where it stopped itself. */
 static void record_trace(pid_t pid, struct trace *trace)
 {
     trace->count = 0;
     do {
         const uint64_t address = program_counter(pid);
         long before = trace->count;
+        if (is_of_kernel(address))
+            continue;
         while (before > 0 && trace->addresses[before - 1] != address)
             before -= 1;
         CHECK(trace->count < MAX_STEPS);
         trace->addresses[trace->count] = address;
         trace->occurrences[trace->count] = before > 0 ? trace->occurrences[before - 1] + 1 : 1;
         trace->count += 1;
-    } while (step(pid));
+    } while (step(pid) && program_counter(pid) != trace->addresses[0]);
 }
 
 /* Let a stopped worker come as far as an instruction of its run. Returns whether it came there. */
@@ -355,8 +376,7 @@ int main(int argc, char **argv)
         const uint64_t steps = (uint64_t)traces[run].count;
         try_death(&traces[run], run, (long)(random / 16 % steps), (long)(random / 65536 % steps));
     }
-    /* The loop in which the kernel's page is read for the time may turn out shorter. */
-    CHECK(missed < count / 10);
+    CHECK(missed == 0);
     printf("%ld deaths, one at every instruction, and %ld pairs of deaths: nothing was lost\n",
            count, pair_count);
     return 0;
