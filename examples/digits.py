@@ -4,7 +4,7 @@ Writes scikit-learn's 1,797 digits as PNG files once, lets two loader processes 
 them while JAX trains, and draws what came out. Needs ``pip install 'hydrax[demo]'``.
 
 Usage:
-    python examples/digits.py [--folder FOLDER] [--quick]
+    python examples/digits.py [--folder FOLDER]
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ SIZE = 16
 HELD_OUT = 360
 BATCH_SIZE = 64
 VALIDATION_BATCH_SIZE = 60  # divides HELD_OUT, as a last batch that is not full would be dropped
+EPOCHS = 14
 WORKERS = 2
 LEARNING_RATE = 2e-3  # at the start; falls to zero at the end
 
@@ -84,7 +85,7 @@ def load_digit(path: Path, arrays: Mapping[str, np.ndarray], seed: int | None) -
     arrays["label"][...] = int(path.parent.name)
 
 
-def make_dataloader(paths: list[Path], epochs: int) -> hydrax.Dataloader[Path]:
+def make_dataloader(paths: list[Path]) -> hydrax.Dataloader[Path]:
     """Split the files and make the loader: training, and validation after every epoch."""
     order = np.random.default_rng(0).permutation(len(paths))
     shuffled = [paths[index] for index in order]
@@ -102,7 +103,7 @@ def make_dataloader(paths: list[Path], epochs: int) -> hydrax.Dataloader[Path]:
         validation=("epoch", 1, held_out),
         depth=6,
         loader_count=WORKERS,
-        end_at=("epoch", epochs),
+        end_at=("epoch", EPOCHS),
     )
 
 
@@ -338,13 +339,11 @@ def main() -> None:
     """Write the files, train, tell, draw."""
     parser = argparse.ArgumentParser(description="Train on images of digits, loaded by Hydrax.")
     parser.add_argument("--folder", type=Path, default=Path("build", "demo"))
-    parser.add_argument("--quick", action="store_true", help="two epochs only")
-    arguments = parser.parse_args()
-    epochs = 2 if arguments.quick else 14
+    folder = parser.parse_args().folder
 
-    files = arguments.folder / "digits"
+    files = folder / "digits"
     paths = write_files(files)
-    dataloader = make_dataloader(paths, epochs)
+    dataloader = make_dataloader(paths)
     print(f"Digits as PNG files: {len(paths):,} in {files}, {HELD_OUT} of them held out")
     print(
         f"Loading: {WORKERS} loader processes, an arena of {dataloader.arena_nbytes / 1e3:,.0f} kB"
@@ -352,7 +351,7 @@ def main() -> None:
     compile_steps()
     history = train(dataloader)
 
-    picture = arguments.folder / "digits.png"
+    picture = folder / "digits.png"
     draw(history, dataloader.batches_per_epoch, picture)
     idle_s = sum(history.idle_us) / 1e6
     print()
