@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import re
+import signal
 import time
 import zlib
 from collections import Counter
@@ -21,6 +22,10 @@ import jax
 import numpy as np
 import psutil
 import pytest
+
+# A shell has what it starts in the background ignore Ctrl-C, and so all that is started here.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Scripts for other interpreters and files for the type checker, not modules to import here.
 collect_ignore_glob = ["isolated/*", "typing/*"]

@@ -7,8 +7,6 @@ import gc
 import os
 import platform
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -22,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
+from isolated.run import finish
+from isolated.run import start as start_script
 
 import hydrax
 from hydrax import _core, data
@@ -225,17 +225,6 @@ def test_last_error_refuses_what_keeps_no_errors():
         data.last_error(print)
 
 
-def run_script(text: str, **kwargs: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(text)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        **kwargs,
-    )
-
-
 INTERRUPTED = """
     import sys, time
     import jax, jax.numpy as jnp, numpy as np
@@ -274,14 +263,13 @@ INTERRUPTED = """
 
 
 def test_ctrl_c_ends_a_long_scan_at_the_next_draw_and_the_process_goes_on():
-    process = run_script(INTERRUPTED)
+    process = start_script("-c", textwrap.dedent(INTERRUPTED))
     assert process.stdout is not None
     assert process.stdout.readline() == "running\n"
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=50)
-    assert out == "interrupted True\ngoes on\n", out + err
-    assert process.returncode == 0, err
+    result = finish(process)
+    assert result == (0, "interrupted True\ngoes on\n", "")
 
 
 def test_an_interrupt_ends_a_draw_that_python_makes():
@@ -319,11 +307,10 @@ FORGOTTEN = """
 
 
 def test_what_is_not_released_ends_with_the_process():
-    process = run_script(FORGOTTEN)
-    out, err = process.communicate(timeout=50)
-    assert process.returncode == 0, err
-    assert err == ""
-    pids = [int(pid) for pid in out.split()]
+    result = finish(start_script("-c", textwrap.dedent(FORGOTTEN)))
+    assert result.returncode == 0
+    assert result.stderr == ""
+    pids = [int(pid) for pid in result.stdout.split()]
     assert pids
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):

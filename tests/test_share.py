@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pickle
 import socket
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from isolated.run import finish, start
 
 from hydrax import process_share
 
@@ -81,17 +80,9 @@ def test_processes_with_an_odd_item_take_the_same_number_of_steps(tmp_path):
         address = f"127.0.0.1:{free.getsockname()[1]}"
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(index), address],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    results = [process.communicate(timeout=50) for process in processes]
-    for process, (stdout, stderr) in zip(processes, results, strict=True):
-        assert process.returncode == 0, stderr
+    processes = [start(str(program), str(index), address) for index in range(2)]
+    for process in processes:
+        returncode, stdout, stderr = finish(process)
+        assert returncode == 0, stderr
         # Two epochs of 50 training and 10 validation batches; item 100 is left out.
         assert stdout.splitlines()[-1] == f"120 {2 * sum(range(100))}"
