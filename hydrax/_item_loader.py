@@ -35,6 +35,8 @@ __all__ = ["ItemLoader", "LoadGroup", "LoadJob"]
 _KEPT_VIEWS = 8192
 # Bytes of items that are loaded at a time where they are to be converted.
 _CONVERT_NBYTES = 256 * 1024
+# The instruction of a pickle that looks up a class or function; without one nothing can go wrong.
+_STACK_GLOBAL = b"\x93"
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 
@@ -182,11 +184,12 @@ class ItemLoader:
         if results is not None:
             _forget_results(results, run.first, skipped)
             try:
-                packed = pickle.dumps(results, protocol=5)
-            except Exception:
-                self._find_unpicklable(run, group, results, skipped)
+                packed = _packed(results)
+            except BaseException:  # the classes of the results may do anything
+                if not self._find_unpicklable(run, group, results, skipped):
+                    raise
                 _forget_results(results, run.first, skipped)
-                packed = pickle.dumps(results, protocol=5)
+                packed = _packed(results)
         if not skipped and not self._job.is_debug:
             return packed
         slot = self._slot_arrays(run.slot, run.group, group)
@@ -220,15 +223,22 @@ class ItemLoader:
         group: LoadGroup,
         results: Mapping[str, Sequence[Any]],
         skipped: dict[int, LoadFailure],
-    ) -> None:
-        """Skip the items whose results cannot be pickled, or raise the first of them."""
+    ) -> bool:
+        """Skip the items whose results cannot be sent, or raise the first of them.
+
+        Returns:
+            Whether there are any.
+        """
+        is_found = False
         for position in range(run.count):
             try:
-                pickle.dumps({key: values[position] for key, values in results.items()}, protocol=5)
-            except Exception as error:
+                _packed({key: values[position] for key, values in results.items()})
+            except BaseException as error:
                 failed = _ItemError(run.first + position, "sending the result of")
                 failed.__cause__ = error
                 self._skip(group, failed, skipped)
+                is_found = True
+        return is_found
 
     def _load_items(
         self, run: _core.Run, group: LoadGroup, skipped: dict[int, LoadFailure]
@@ -489,6 +499,17 @@ def _convert_parts(
             raise _ItemError(first + (error.item or 0), "converting") from error
         except Exception as error:
             raise _ItemError(first, "converting") from error
+
+
+def _packed(results: Mapping[str, Any]) -> bytes:
+    """Results pickled; raises, too, what rebuilding them raises.
+
+    The main process has them from one pickle, so that there a single one costs those of all items.
+    """
+    packed = pickle.dumps(results, protocol=5)
+    if _STACK_GLOBAL in packed:
+        pickle.loads(packed)
+    return packed
 
 
 def _own_result(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -348,22 +349,56 @@ def test_a_result_that_cannot_be_pickled_names_its_item():
     assert isinstance(error.__cause__, TypeError)
 
 
-def raise_when_rebuilt():
-    raise RuntimeError("cannot be rebuilt")
+def raise_when_rebuilt(kind):
+    raise kind("cannot be rebuilt")
 
 
 class NotRebuilt:
+    def __init__(self, kind=RuntimeError):
+        self.kind = kind
+
     def __reduce__(self):
-        return raise_when_rebuilt, ()
+        return raise_when_rebuilt, (self.kind,)
 
 
-def test_a_result_that_cannot_be_rebuilt_is_a_loader_error():
-    error = the_error(doing_at(7, lambda: {"thing": NotRebuilt()}))
+class EndsProgramsWhenSent:
+    def __reduce__(self):
+        raise SystemExit("cannot be sent")
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["single", "batched"])
+@pytest.mark.parametrize(
+    "thing",
+    [NotRebuilt(), NotRebuilt(SystemExit), NotRebuilt(GeneratorExit), EndsProgramsWhenSent()],
+    ids=["error", "exit", "generator exit", "exit when sent"],
+)
+def test_a_result_that_cannot_be_sent_or_rebuilt_names_its_item(thing, batched):
+    def load_many(items, arrays, seeds):
+        arrays["x"][:] = np.asarray(items)[:, None]
+        return {"thing": [thing if item == 7 else None for item in items]}
+
+    loader = load_many if batched else doing_at(7, lambda: {"thing": thing})
+    error = the_error(loader, batched=batched)
+    assert error.index == 7
+    assert "sending the result of item 7 " in str(error)
+    assert re.search("cannot be (rebuilt|sent)", str(error))
+
+
+class NotRebuiltElsewhere:
+    """Can be rebuilt in a loader process, not in the main one."""
+
+    def __reduce__(self):
+        return raise_if_in_main, ()
+
+
+def raise_if_in_main():
+    if not hydrax.is_worker():
+        raise RuntimeError("cannot be rebuilt")
+
+
+def test_a_result_that_cannot_be_rebuilt_in_the_main_process_is_not_laid_to_one_other_item():
+    error = the_error(doing_at(7, lambda: {"thing": NotRebuiltElsewhere()}))
     assert "cannot be rebuilt" in str(error)
-
-
-def test_a_result_that_cannot_be_rebuilt_is_not_laid_to_one_other_item():
-    error = the_error(doing_at(7, lambda: {"thing": NotRebuilt()}))
     assert "reading the result of items from 5 " in str(error)
 
 

@@ -341,15 +341,30 @@ class NotRebuilt:
         return raise_when_rebuilt, ()
 
 
-def test_a_result_that_cannot_be_rebuilt_costs_its_batch():
+@pytest.mark.parametrize("batched", [False, True], ids=["single", "batched"])
+@pytest.mark.parametrize("loader_count", [0, 2])
+def test_a_result_that_cannot_be_rebuilt_costs_its_item_alone(loader_count, batched):
     def load_strange(number, arrays, seed):
-        if number == 6:
-            raise OSError
-        return {"thing": NotRebuilt() if number == 5 else number}
+        arrays["x"][:] = number + 1
+        arrays["y"][...] = number + 1
+        return {"number": NotRebuilt() if is_bad(number) else number, "seed": seed}
 
-    batches, stats = loaded(loader=load_strange)
-    assert [batch.batch_num for batch in batches] == [0, *range(2, 10)]
-    assert (stats.items_delivered, stats.items_dropped, stats.items_skipped) == (36, 4, 0)
+    def load_strange_run(numbers, arrays, seeds):
+        arrays["x"][:] = np.asarray(numbers)[:, None] + 1
+        arrays["y"][:] = np.asarray(numbers) + 1
+        found = [NotRebuilt() if is_bad(number) else int(number) for number in numbers]
+        return {"number": found, "seed": list(seeds)}
+
+    batches, stats = loaded(
+        loader=load_strange_run if batched else load_strange,
+        loader_count=loader_count,
+        batched=batched,
+    )
+    for batch in batches:
+        check(batch)
+    assert (stats.items_delivered, stats.items_skipped, stats.items_dropped) == (36, 4, 0)
+    assert "sending the result of item 7" in str(batches[1].skipped[3])
+    assert isinstance(batches[1].skipped[3].__cause__, RuntimeError)
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["single", "batched"])
