@@ -28,7 +28,7 @@ from hydrax._interrupt import InterruptHandler
 from hydrax._loading import Loading
 from hydrax._records import BatchFailure, BatchRecords, describe_batch, describe_item
 from hydrax._schedule import PlannedBatch, Position
-from hydrax._setup import Setup, make_caching
+from hydrax._setup import Setup, check_memory, make_caching
 from hydrax._stats import LoaderStats
 from hydrax.errors import (
     CacheError,
@@ -97,6 +97,8 @@ class Flow:
             ArenaMemoryError: There is not enough memory.
             WorkerStartError: A loader process could not be started.
         """
+        # Again, as much may have been taken since the Dataloader was made.
+        check_memory(self._setup.depth, self._setup.arena_nbytes)
         self._delivery = Delivery(self._setup)
         try:
             _entered.add(self)  # first, so that a process forked meanwhile leaves it alone

@@ -29,7 +29,15 @@ if TYPE_CHECKING:
     import jax
     import numpy as np
 
-__all__ = ["LoaderFunc", "OnError", "PlacementFunc", "Setup", "make_caching", "make_setup"]
+__all__ = [
+    "LoaderFunc",
+    "OnError",
+    "PlacementFunc",
+    "Setup",
+    "check_memory",
+    "make_caching",
+    "make_setup",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +203,7 @@ def make_setup(
     packed_job: bytes | None = None
     if start_method != "fork" and loader_count > 0:
         packed_job = _spawned.pack_job(job)
-    _check_memory(depth, depth * slot_nbytes)
+    check_memory(depth, depth * slot_nbytes)
     setup = Setup(
         training=training_groups,
         validation=validation_groups,
@@ -223,7 +231,7 @@ def make_setup(
             "is_batched": job.is_batched,
         },
     )
-    _check_memory(depth, setup.arena_nbytes)
+    check_memory(depth, setup.arena_nbytes)
     return setup
 
 
@@ -289,7 +297,12 @@ def _load_groups(groups: Groups, layouts: Layouts, training_count: int) -> tuple
     )
 
 
-def _check_memory(depth: int, wanted: int) -> None:
+def check_memory(depth: int, wanted: int) -> None:
+    """Refuse an arena that does not fit.
+
+    Raises:
+        ArenaMemoryError: So many bytes for depth batches are not there now.
+    """
     available = available_nbytes()
     if wanted > available:
         raise ArenaMemoryError(

@@ -24,6 +24,10 @@ __all__ = ["Job", "RunLoader", "leave", "leave_group", "run_worker", "signals_he
 # Time slice of a loader process; the usual one is about 3 ms.
 _SLICE_NS = 20_000_000
 
+# What a loader process adds to its badness in the eyes of the kernel that has run out of memory:
+# as much as half of all memory.
+_OOM_SCORE = 500
+
 
 class RunLoader(Protocol):
     """Loads runs of items in a loader process."""
@@ -80,6 +84,13 @@ def signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _offer_to_die_first() -> None:
+    """Where memory runs out the kernel is to end this process, so that the trainer can say so."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "r+") as file:
+        if int(file.read()) < _OOM_SCORE:
+            file.write(str(_OOM_SCORE))
+
+
 def _settle_in(job: Job, index: int, stack_fd: int) -> None:
     """Make this process a good worker: quiet, guarded, and out of the way of the others."""
     # Ctrl+C and kill go to a whole process group; it is for the main process to act on them, so
@@ -102,6 +113,7 @@ def _settle_in(job: Job, index: int, stack_fd: int) -> None:
     if job.nice:
         with contextlib.suppress(OSError):  # it takes a privilege to be less nice
             os.nice(job.nice)
+    _offer_to_die_first()
     # The trainer works for a moment now and then; where processors are few it must get one at once.
     _core.take_slices(_SLICE_NS)
     # The parent's objects are not this process's to collect: looking at them would copy them.

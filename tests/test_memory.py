@@ -1,7 +1,15 @@
+"""How much memory there is, and what is said where it runs out."""
+
+import os
 import re
 import resource
 from pathlib import Path
 
+import numpy as np
+import pytest
+from isolated.run import run_script
+
+from hydrax import DataGroup, Dataloader
 from hydrax._memory import available_nbytes, format_nbytes
 
 
@@ -28,3 +36,45 @@ def test_a_limit_of_the_process_itself_counts():
         assert available_nbytes() <= 2**30
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.fixture
+def memory_group():
+    """A control group of which the memory can be limited: its folder, and the limit's file."""
+    for root, name in (
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+        ("/sys/fs/cgroup", "memory.max"),
+    ):
+        folder = Path(root) / f"hydrax-test-{os.getpid()}"
+        try:
+            folder.mkdir()
+        except OSError:
+            continue
+        try:
+            if (folder / name).exists():
+                yield folder, name
+                return
+        finally:
+            folder.rmdir()
+    pytest.skip("no control group can be made here")
+
+
+def test_a_memory_limit_is_told_at_construction_and_at_the_start(memory_group):
+    result = run_script("memory_limit.py", str(memory_group[0]), memory_group[1])
+    assert re.fullmatch(
+        r"(ArenaMemoryError: 4 batches .* need 512.0 MiB .* [0-9.]+ MiB .* are available; .*\n){2}",
+        result.stdout,
+    ), result
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_the_kernel_is_to_end_loader_processes_before_the_main_process():
+    def load(number, arrays, seed):
+        arrays["x"][...] = int(Path("/proc/self/oom_score_adj").read_text())
+
+    before = int(Path("/proc/self/oom_score_adj").read_text())
+    group = DataGroup(1, range(2), loader_arrays={"x": ((), np.int32, np.int32)})
+    with Dataloader(load, group, end_at=("epoch", 1)) as dataloader:
+        found = {int(batch.arrays["x"][0]) for batch in dataloader}
+    assert found == {max(before, 500)}
+    assert int(Path("/proc/self/oom_score_adj").read_text()) == before
