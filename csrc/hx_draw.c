@@ -30,6 +30,7 @@ enum block_state {
 struct block {
     enum block_state state;
     uint32_t slot;
+    int is_ahead;    /* it was asked for before a draw needed it */
     int is_touched;  /* a draw has been taken from it */
     int is_consumed; /* its chain has moved on */
     struct hx_draw_key key;
@@ -381,6 +382,7 @@ static struct block *request_block(struct hx_draw *engine, const struct hx_draw_
         .state = BLOCK_WANTED,
         .key = *key,
         .index = index,
+        .is_ahead = is_prefetch,
         .serial = plan.serial,
         .stamp = ++engine->clock,
     };
@@ -602,8 +604,14 @@ enum hx_status hx_draw_copy(struct hx_draw *engine, const struct hx_draw_key *ke
         block = find_block(engine, key, index);
         if (block == NULL && engine->arena != NULL)
             block = request_block(engine, key, index, 0);
-        if (block != NULL && block->state == BLOCK_READY)
-            break;
+        if (block != NULL && block->state == BLOCK_READY) {
+            if (!block->is_ahead || !is_failed(engine->arena, block->slot))
+                break;
+            /* What failed when nobody needed it may have passed: only a failure from now on is
+             * reported. */
+            evict(engine, block);
+            continue;
+        }
         if (deadline == 0)
             deadline =
                 config->timeout_ns == HX_FOREVER ? HX_FOREVER : hx_now_ns() + config->timeout_ns;
