@@ -478,6 +478,20 @@ def test_reference_data_are_copied_unless_told_otherwise():
     assert np.shares_memory(NumpyDataLoader(copy=False, x=values).reference_data["x"], values)
 
 
+def test_data_on_the_device_are_there_only_and_fit_its_dtypes():
+    values = np.ones((2**18, 4), np.float32)  # so large that JAX would use its memory
+    loader = DeviceNumpyDataLoader(x=values, y=np.arange(2.0**18))
+    values[:] = -1
+    full = loader.get_full_data()
+    assert float(full["x"].min()) == 1
+    assert full["y"].dtype == jnp.float32
+    assert loader.reference_data["x"] is full["x"]
+    kept = jnp.arange(10)
+    assert DeviceNumpyDataLoader(copy=False, x=kept).get_full_data()["x"].tolist() == kept.tolist()
+    with pytest.raises(hydrax.ValueRangeError, match=r"array 'x'.* does not fit int32"):
+        DeviceNumpyDataLoader(x=np.full(3, 2**40))
+
+
 def test_the_arena_loader_draws_the_rows_of_the_numpy_loader_with_seeds_of_its_own():
     def load(number: int, arrays: Any, seed: int | None) -> None:
         arrays["x"][...] = number

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from hydrax._convert import convert
 from hydrax._specs import dlpack_code
 from hydrax.data._draws import Chain, Selections
 from hydrax.data._host import SourceDataLoader
@@ -38,9 +39,9 @@ class NumpyBase(DataLoader):
         super().__init__()
         if not reference_data:
             raise ValueError("no data: give at least one array, such as x=numpy.arange(10)")
-        self._data: dict[str, NDArray[Any]] = {}
+        self._data: dict[str, Any] = {}
         for name, value in sorted(reference_data.items()):
-            is_copied = copy or isinstance(value, jax.Array)
+            is_copied = copy or (isinstance(value, jax.Array) and not on_device)
             array = np.array(value) if is_copied else np.asarray(value)
             if dlpack_code(array.dtype) is None:
                 raise TypeError(
@@ -61,13 +62,16 @@ class NumpyBase(DataLoader):
         self._count = next(iter(counts.values()))
         if self._count == 0:
             raise ValueError("the arrays have 0 observations (first dimension); expected 1 or more")
-        self._device_data: dict[str, jax.Array] | None = None
         if on_device:
-            self._device_data = {name: jnp.asarray(array) for name, array in self._data.items()}
+            for name, array in self._data.items():
+                self._data[name] = _on_device(name, array)
 
     @property
-    def reference_data(self) -> dict[str, NDArray[Any]]:
-        """The data, one array under each name. Do not change them."""
+    def reference_data(self) -> dict[str, Any]:
+        """The data, one array under each name: on the device, or else of NumPy.
+
+        Do not change them.
+        """
         return dict(self._data)
 
     @property
@@ -80,6 +84,17 @@ class NumpyBase(DataLoader):
         return {
             name: array_struct(array.shape[1:], array.dtype) for name, array in self._data.items()
         }
+
+
+def _on_device(name: str, array: NDArray[Any]) -> jax.Array:
+    """An array on JAX's default device, in the dtype that JAX has for it. May use its memory."""
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(array.dtype))
+    if array.dtype != dtype:
+        target = np.empty(array.shape, dtype)
+        convert(name, array, target)
+        array = target
+    placed: jax.Array = jax.device_put(array)
+    return placed
 
 
 class _NumpySource(DrawSource):
@@ -150,16 +165,18 @@ class NumpyDataLoader(NumpyBase, SourceDataLoader):
 
 
 class DeviceNumpyDataLoader(NumpyBase, DeviceDataLoader):
-    """Keeps all data on the device, and draws there.
+    """Keeps all data on the device, and draws there. Nothing is kept on the host.
 
     Args:
-        copy: Whether to copy the arrays; otherwise do not change them afterwards.
+        copy: Whether to copy the arrays; otherwise do not change them afterwards, as a CPU device
+            may use their memory.
         **reference_data: Arrays with an equal first dimension, the observations, each under the
             name that it gets in a mini-batch.
 
     Raises:
         TypeError: An array holds something that JAX has no dtype for.
         ValueError: There are no arrays, or they differ in their first dimension.
+        ValueRangeError: A number does not fit the dtype that JAX has for it.
 
     Example:
         >>> data_loader = DeviceNumpyDataLoader(x=np.arange(10))
@@ -174,8 +191,7 @@ class DeviceNumpyDataLoader(NumpyBase, DeviceDataLoader):
 
     def get_full_data(self) -> dict[str, jax.Array]:
         """The whole data set, one array under each name."""
-        assert self._device_data is not None
-        return dict(self._device_data)
+        return dict(self._data)
 
     def init_random_data(self, *args: Any, **kwargs: Any) -> Any:
         """The state that draws begin with.
