@@ -206,9 +206,9 @@ class LoaderServer:
                     f"get_batches returned dtype {leaf.dtype} for leaf {number}; expected "
                     f"{struct.dtype}"
                 )
-            leaves[number] = leaf.astype(struct.dtype, copy=False)
+            leaves[number] = leaf.astype(struct.dtype)  # a copy: the loader may use it again
         shape = self._structs[0].shape[:2]
-        valid = np.ones(shape, np.bool_) if mask is None else np.asarray(mask, np.bool_)
+        valid = np.ones(shape, np.bool_) if mask is None else np.array(mask, np.bool_)
         return leaves, np.broadcast_to(valid, shape)
 
 
