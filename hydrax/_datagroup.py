@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from types import NoneType
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, overload
 
 from hydrax._arguments import check_int
 from hydrax._sequences import as_sequence
 from hydrax._specs import ArrayLayout, ArraySpec, Ragged, lay_out, parse_specs
 
-__all__ = ["DataGroup", "check_groups", "check_validation"]
+__all__ = ["DataGroup", "DataGroups", "check_groups", "check_validation"]
 
 logger = logging.getLogger(__name__)
 
@@ -270,13 +270,19 @@ class DataGroup(Sequence[D], Generic[D]):
         )
 
 
+DataGroups: TypeAlias = DataGroup[D] | Iterable[DataGroup[D]] | Mapping[str, DataGroup[D]]
+"""What a Dataloader is given groups as."""
+
+
 def check_groups(name: str, groups: Any) -> tuple[DataGroup[Any], ...]:
-    """One DataGroup or several, as a tuple; name is the argument's."""
+    """One DataGroup or several, by name or not, as a tuple; name is the argument's."""
     if isinstance(groups, DataGroup):
         return (groups,)
+    if isinstance(groups, Set):
+        raise TypeError(f"{name} is a {type(groups).__name__}, which has no order; give a list")
     if not isinstance(groups, Iterable):
         raise TypeError(f"{name} is {type(groups).__name__}; expected a DataGroup, or several")
-    found = tuple(groups)
+    found = tuple(groups.values() if isinstance(groups, Mapping) else groups)
     for group in found:
         if not isinstance(group, DataGroup):
             raise TypeError(f"{name} contains {type(group).__name__}; expected DataGroups")

@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from hydrax import _context
 from hydrax._batch import Batch
-from hydrax._datagroup import DataGroup
+from hydrax._datagroup import DataGroups
 from hydrax._flow import Flow
 from hydrax._memory import format_nbytes
 from hydrax._mixing import EpochEnd
@@ -44,7 +44,8 @@ class Dataloader(Generic[D]):
             ``seed`` is an int in [0, 2**31) for random augmentation, None for validation. What it
             returns, a dict or None, becomes the item's entries in ``batch.additional``. It must not
             use JAX. None where no group has loader_arrays, as all batches come from a disk cache.
-        training: The DataGroup to train on, or several; one pass over all of them is an epoch.
+        training: The DataGroup to train on, or several; one pass over all of them is an epoch. They
+            may have names, ``{"name": group}``; ``batch.group_index`` counts them in this order.
         validation: ``("epoch" | "batch", interval, group or groups)``: a validation run follows
             each ``interval`` training epochs or batches.
         depth: Batches that can exist at a time: being loaded, waiting, or held by you.
@@ -60,9 +61,9 @@ class Dataloader(Generic[D]):
         interleave_groups: Mix the training groups within an epoch, taking next the one of which
             the smallest share has been used; otherwise one group comes after the other.
         weights: Shares of the batches that the training groups get, one number each, in whatever
-            unit. At any moment each group has had its share of all batches, to less than one batch.
-            A group that has been gone through starts over, in its next order and with its next
-            seeds.
+            unit; by name where the groups have names. At any moment each group has had its share of
+            all batches, to less than one batch. A group that has been gone through starts over, in
+            its next order and with its next seeds.
         epoch_end: With weights, when an epoch ends: ``"all_exhausted"`` (the default), once the
             last group has been gone through; ``"first_exhausted"``, once the first has; or after
             so many batches. All epochs are as long as the first; the groups go on where they
@@ -120,9 +121,9 @@ class Dataloader(Generic[D]):
     def __init__(
         self,
         loader_func: LoaderFunc | None,
-        training: DataGroup[D] | Iterable[DataGroup[D]],
+        training: DataGroups[D],
         *,
-        validation: tuple[str, int, DataGroup[D] | Iterable[DataGroup[D]]] | None = None,
+        validation: tuple[str, int, DataGroups[D]] | None = None,
         depth: int = 3,
         loader_count: int = 1,
         loader_nice: int = 0,
@@ -130,7 +131,7 @@ class Dataloader(Generic[D]):
         start_at: tuple[int, int] = (0, 0),
         end_at: tuple[str, int] | None = None,
         interleave_groups: bool = True,
-        weights: Iterable[float] | None = None,
+        weights: Iterable[float] | Mapping[str, float] | None = None,
         epoch_end: EpochEnd | int | None = None,
         deterministic: bool = True,
         timeout_sec: float = 60,

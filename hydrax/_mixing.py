@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 import numbers
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -129,32 +129,55 @@ class Mixture:
         return step
 
 
-def check_weights(weights: Any, group_count: int) -> tuple[int, ...]:
+def check_weights(
+    weights: Any, group_count: int, names: Sequence[Any] | None = None
+) -> tuple[int, ...]:
     """Weights as whole numbers without a common divisor, in the same proportions.
 
     A float counts as the decimal number that it is written as, so that 0.1 is a tenth.
 
+    Args:
+        weights: One number for each group in their order, or a mapping from their names.
+        group_count: Number of groups.
+        names: Of the groups, where they have names.
+
     Raises:
-        TypeError: They are no sequence of numbers.
-        ValueError: There are not as many as groups, or one is not above 0, not finite, or less
-            than a hundred-thousandth of their sum.
+        TypeError: They are no numbers, or have names and the groups have none.
+        ValueError: There are not as many as groups, or of other names, or one is not above 0, not
+            finite, or less than a hundred-thousandth of their sum.
 
     Example:
         >>> check_weights([0.7, 0.2, 0.1], 3)
         (7, 2, 1)
+        >>> check_weights({"b": 2, "a": 6}, 2, ["a", "b"])
+        (3, 1)
     """
+    keys: Sequence[Any] = range(group_count)
+    if isinstance(weights, Mapping):
+        if names is None:
+            raise TypeError(
+                f"weights has the names {', '.join(map(repr, weights))}, and the training groups "
+                "have none; give training as a mapping too, or weights as a list"
+            )
+        if set(weights) != set(names):
+            raise ValueError(
+                f"weights has the names {', '.join(map(repr, weights))}, and the training groups "
+                f"are {', '.join(map(repr, names))}; expected the same"
+            )
+        keys, weights = names, [weights[name] for name in names]
     if isinstance(weights, (str, bytes)) or not isinstance(weights, Iterable):
         raise TypeError(f"weights is {weights!r:.80}; expected one number for each training group")
-    parts = [_as_fraction(index, weight) for index, weight in enumerate(weights)]
-    if len(parts) != group_count:
+    given = list(weights)
+    if len(given) != group_count:
         raise ValueError(
-            f"weights has {len(parts)} numbers for {group_count} training groups; expected one each"
+            f"weights has {len(given)} numbers for {group_count} training groups; expected one each"
         )
+    parts = [_as_fraction(key, weight) for key, weight in zip(keys, given, strict=True)]
     total = sum(parts)
-    for index, part in enumerate(parts):
+    for key, part in zip(keys, parts, strict=True):
         if part < total * _SMALLEST_SHARE:
             raise ValueError(
-                f"weights[{index}] is less than a hundred-thousandth of the sum of all; leave "
+                f"weights[{key!r}] is less than a hundred-thousandth of the sum of all; leave "
                 "the group out, or give it more"
             )
     scale = math.lcm(*(part.denominator for part in parts))
@@ -163,18 +186,18 @@ def check_weights(weights: Any, group_count: int) -> tuple[int, ...]:
     return tuple(number // divisor for number in whole)
 
 
-def _as_fraction(index: int, weight: Any) -> Fraction:
+def _as_fraction(key: Any, weight: Any) -> Fraction:
     if isinstance(weight, (bool, np.bool_)) or not isinstance(weight, numbers.Real):
-        raise TypeError(f"weights[{index}] is {weight!r:.80}; expected a number above 0")
+        raise TypeError(f"weights[{key!r}] is {weight!r:.80}; expected a number above 0")
     if isinstance(weight, numbers.Rational):
         part = Fraction(int(weight.numerator), int(weight.denominator))
     elif math.isfinite(weight):
         part = Fraction(str(weight))
     else:
-        raise ValueError(f"weights[{index}] is {weight!r}; expected a finite number above 0")
+        raise ValueError(f"weights[{key!r}] is {weight!r}; expected a finite number above 0")
     if part <= 0:
         raise ValueError(
-            f"weights[{index}] is {weight!r}; it must be above 0: leave out a group of which "
+            f"weights[{key!r}] is {weight!r}; it must be above 0: leave out a group of which "
             "nothing is wanted"
         )
     return part

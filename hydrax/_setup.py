@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hydrax import _core, _spawned
 from hydrax._arguments import check_end, check_int, check_start, check_timeout
 from hydrax._caching import Caching, GroupCache, file_layouts
-from hydrax._datagroup import DataGroup, check_groups, check_validation
+from hydrax._datagroup import DataGroup, DataGroups, check_groups, check_validation
 from hydrax._item_loader import LoadGroup, LoadJob
 from hydrax._memory import available_nbytes, format_nbytes
 from hydrax._mixing import EpochEnd, check_epoch_end, check_weights
@@ -105,9 +105,9 @@ class Setup:
 
 def make_setup(
     loader_func: LoaderFunc | None,
-    training: DataGroup[Any] | Iterable[DataGroup[Any]],
+    training: DataGroups[Any],
     *,
-    validation: tuple[str, int, DataGroup[Any] | Iterable[DataGroup[Any]]] | None,
+    validation: tuple[str, int, DataGroups[Any]] | None,
     depth: int,
     loader_count: int,
     loader_nice: int,
@@ -115,7 +115,7 @@ def make_setup(
     start_at: tuple[int, int],
     end_at: tuple[str, int] | None,
     interleave_groups: bool,
-    weights: Iterable[float] | None,
+    weights: Iterable[float] | Mapping[str, float] | None,
     epoch_end: EpochEnd | int | None,
     deterministic: bool,
     timeout_sec: float,
@@ -155,6 +155,7 @@ def make_setup(
     max_restarts = check_int("max_restarts", max_restarts, minimum=0)
     timeout_s = check_timeout(timeout_sec)
     training_groups = check_groups("training", training)
+    names = list(training) if isinstance(training, Mapping) else None
     mode, interval, validation_groups = check_validation(validation)
     if weights is None and epoch_end is not None:
         raise ValueError("epoch_end is for groups that are mixed by weight; give weights")
@@ -168,7 +169,7 @@ def make_setup(
         start_at=check_start(start_at),
         end_at=check_end(end_at),
         interleave_groups=bool(interleave_groups),
-        weights=None if weights is None else check_weights(weights, len(training_groups)),
+        weights=None if weights is None else check_weights(weights, len(training_groups), names),
         epoch_end=check_epoch_end(epoch_end),
     )
     if schedule.last_batch is not None and schedule.last_batch < schedule.first_batch:

@@ -122,6 +122,35 @@ def test_weights_are_proportions_in_whatever_unit(given_weights, expected):
     assert check_weights(given_weights, len(given_weights)) == expected
 
 
+def test_groups_and_their_weights_can_have_names():
+    wiki, code = group(6), group(6, start=100)
+    options = {"end_at": ("batch", 8), "validation": ("epoch", 1, {"held out": group(1)})}
+    with make([wiki, code], weights=[3, 1], **options) as dataloader:
+        expected = first_batches(dataloader)
+    with make({"wiki": wiki, "code": code}, weights={"code": 1, "wiki": 3}, **options) as loader:
+        state = loader.get_state()
+        assert first_batches(loader) == expected
+    make([wiki, code], weights=[3, 1], **options).set_state(state)
+    with make({"wiki": wiki, "code": code}, end_at=("epoch", 1)) as dataloader:
+        assert Counter(index for _, index, _, _ in first_batches(dataloader)) == {0: 6, 1: 6}
+
+
+@pytest.mark.parametrize(
+    ("training", "weights", "error", "words"),
+    [
+        (dict, {"a": 1}, ValueError, "weights has the names 'a', .* are 'a', 'b'; expected the sa"),
+        (dict, {"a": 1, "c": 1}, ValueError, "weights has the names 'a', 'c', and the"),
+        (dict, {"a": 1, "b": 0}, ValueError, r"weights\['b'\] is 0; it must be above 0"),
+        (list, {"a": 1, "b": 1}, TypeError, "names 'a', 'b', and the training groups have none"),
+        (set, [1, 1], TypeError, "training is a set, which has no order; give a list"),
+    ],
+)
+def test_names_that_do_not_go_together_are_refused(training, weights, error, words):
+    named = {"a": group(4), "b": group(4)}
+    with pytest.raises(error, match=words):
+        make(named if training is dict else training(named.values()), weights=weights)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
