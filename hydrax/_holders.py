@@ -201,6 +201,7 @@ def _live_arrays(memory: _Memory) -> tuple[list[Any], list[int], int]:
     """The jax.Arrays in an arena, the slot of each, and how many of all are not ready."""
     arrays: list[Any] = []
     slots: list[int] = []
+    shards: set[int] = set()
     pending_count = 0
     jax: Any = sys.modules.get("jax")
     for array in reversed(list(jax.live_arrays()) if jax is not None else []):
@@ -209,13 +210,16 @@ def _live_arrays(memory: _Memory) -> tuple[list[Any], list[int], int]:
             if slot is not None:
                 arrays.append(array)
                 slots.append(slot)
+                # An uncommitted array that was looked at holds an array for its only shard.
+                shards.update(id(s.data) for s in array.addressable_shards if s.data is not array)
                 break
         else:
             try:
                 pending_count += not array.is_ready()
             except Exception:  # deleted
                 continue
-    return arrays, slots, pending_count
+    own = [index for index, array in enumerate(arrays) if id(array) not in shards]
+    return [arrays[index] for index in own], [slots[index] for index in own], pending_count
 
 
 def _tell(found: Sequence[tuple[str, list[_Path]]]) -> list[str]:

@@ -113,7 +113,7 @@ def _choose_importer(device: Any) -> Importer | None:
             and result.dtype == np.float32
             and not result.weak_type
             and np.array_equal(np.asarray(result), probe)
-            and (jax.device_count() == 1 or not result.committed)
+            and not result.committed
         ):
             return direct
     except Exception:  # whatever a private function may do in a version that is not known yet
@@ -139,15 +139,18 @@ def _direct_importer(device: Any) -> Importer:
     from jax._src.array import ArrayImpl
 
     to_buffer = cast(Any, lib)._jax.dlpack_managed_tensor_to_buffer
-    if jax.device_count() == 1:
-        return lambda lease, *spec: to_buffer(lease.capsule(*spec), device, None)
-
-    # Among several devices it matters that the array is not committed to this one.
     make_array: Any = ArrayImpl
+    known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
-    def import_uncommitted(lease: Memory, *spec: Any) -> jax.Array:
-        array = to_buffer(lease.capsule(*spec), device, None)
-        result: jax.Array = make_array(array.aval, array.sharding, [array], committed=False)
+    def import_uncommitted(lease: Memory, offset: int, *spec: Any) -> jax.Array:
+        array = to_buffer(lease.capsule(offset, *spec), device, None)
+        # It is committed to its device, and a step whose parameters are not would be compiled once
+        # for them and once more for its own results.
+        try:
+            aval, sharding = known[spec]
+        except KeyError:
+            aval, sharding = known[spec] = array.aval, array.sharding
+        result: jax.Array = make_array(aval, sharding, [array], False, True)
         return result
 
     return import_uncommitted

@@ -513,6 +513,25 @@ def test_among_several_devices_arrays_alias_and_go_with_sharded_parameters() -> 
     run_script(script, XLA_FLAGS="--xla_force_host_platform_device_count=2")
 
 
+def test_a_step_is_compiled_once_for_new_parameters_and_for_its_own_results() -> None:
+    def load(i: int, arrays: Mapping[str, Any], seed: Any) -> None:
+        arrays["x"][...] = i
+
+    @jax.jit
+    def step(total: jax.Array, x: jax.Array) -> jax.Array:
+        return total + x.sum()
+
+    total = jnp.zeros(())
+    group = DataGroup(2, range(8), loader_arrays={"x": ((4,), "f4", "f4")})
+    with Dataloader(load, group, loader_count=0, end_at=("epoch", 1)) as dataloader:
+        for batch in dataloader:
+            assert not batch.arrays["x"].committed
+            total = step(total, batch.arrays["x"])
+            del batch
+    assert total == 4 * 28
+    assert step._cache_size() == 1  # type: ignore[attr-defined]
+
+
 def test_arrays_go_to_the_default_device_that_is_set() -> None:
     script = """
         import jax, numpy as np
