@@ -165,7 +165,9 @@ class Flow:
     def abandon(self) -> None:
         """In a process that the user forked: workers and arena are the parent's business."""
         self.state = "closed"
-        self.loading = None
+        loading, self.loading = self.loading, None
+        if loading is not None and loading.pool is not None:
+            loading.pool.abandon()
         if self._caching is not None:
             self._caching.abandon()
         self._interrupt_handler.restore()

@@ -67,6 +67,17 @@ def pack_job(job: LoadJob) -> bytes:
     return pickle.dumps((preparation, dumps(job)), protocol=5)
 
 
+class _Process(subprocess.Popen[bytes]):
+    """A process whose end is the business of the pool that started it.
+
+    Python would say of one that still runs when this is deleted that it does: in a process that was
+    forked meanwhile, or where the pool ends it a moment later.
+    """
+
+    def __del__(self) -> None:
+        pass
+
+
 def start() -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start a fresh process; it waits for introduce()."""
     here, there = socket.socketpair()
@@ -74,7 +85,7 @@ def start() -> tuple[subprocess.Popen[bytes], socket.socket]:
         code = f"import sys; sys.path[:] = {sys.path!r}; from hydrax import _spawned; "
         # Signals wait until the process is ready for them; exec keeps the mask.
         with signals_held():
-            process = subprocess.Popen(
+            process = _Process(
                 [sys.executable, "-c", code + f"_spawned.enter({there.fileno()})"],
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,

@@ -107,14 +107,14 @@ class WorkerPool:
         self._trainer_fd = -1
         self._server: socket.socket | None = None
         self._stack_files = StackFiles()
-        self._is_forked_from_jax = False
+        self._is_forked_from_jax = self._is_forking = False
         self._resources = contextlib.ExitStack()
         self.restart_count = self.retried_count = 0
 
     def start(self) -> None:
         """Start all processes; if one cannot be started, none is left."""
         self._trainer_fd = os.pidfd_open(os.getpid())
-        self._resources.callback(os.close, self._trainer_fd)
+        self._resources.callback(self._close_trainer_fd)
         self._resources.callback(self._stack_files.close)
         self._is_forked_from_jax = self._start_method == "fork" and is_jax_running()
         try:
@@ -164,7 +164,11 @@ class WorkerPool:
         # One fork at a time: what other libraries do before and after one need not stand several.
         with _fork_lock, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            pid = os.fork()
+            self._is_forking = True
+            try:
+                pid = os.fork()
+            finally:
+                self._is_forking = False
             if pid == 0:
                 self._be_worker(index, stack_fd)
         leave_group(pid)
@@ -334,6 +338,24 @@ class WorkerPool:
                 worker.reap()
                 os.close(worker.pidfd)
             self._resources.close()
+
+    def abandon(self) -> None:
+        """In a process that was forked from this one: let go of what it got, and of that only."""
+        if self._is_forking:
+            return  # it is a worker, which needs some of it
+        workers, self._workers = self._workers, {}
+        for worker in workers.values():
+            os.close(worker.pidfd)
+        self._stack_files.close()
+        self._close_trainer_fd()
+        if self._server is not None:
+            self._server.close()
+        self._resources.pop_all()  # the server's end is not its business
+
+    def _close_trainer_fd(self) -> None:
+        fd, self._trainer_fd = self._trainer_fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def _end_server(server: subprocess.Popen[bytes]) -> None:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import threading
 import time
+import warnings
 import weakref
 from pathlib import Path
 
@@ -392,9 +393,10 @@ def test_a_dataloader_is_entered_once():
     dataloader.__exit__(None, None, None)
 
 
-def test_a_forgotten_dataloader_ends_its_processes_and_gives_sigint_back():
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_a_forgotten_dataloader_ends_its_processes_and_gives_sigint_back(start_method):
     before = signal.getsignal(signal.SIGINT)
-    dataloader = Dataloader(report_pid, numbers(100))
+    dataloader = Dataloader(report_pid, numbers(100), start_method=start_method)
     dataloader.__enter__()
     pids = next(dataloader).additional["pid"]
     gone = weakref.ref(dataloader)
@@ -677,6 +679,30 @@ def test_several_threads_train_side_by_side():
 
 def test_a_child_that_the_user_forks_does_not_end_the_parents_flow():
     assert run_script("forked_child.py") == (0, "20\n", "")
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_a_child_that_the_user_forks_has_no_descriptor_of_ours_and_says_nothing(
+    start_method, capfd
+):
+    def descriptors():
+        return {fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
+
+    before = descriptors()
+    with Dataloader(
+        fill, numbers(), start_method=start_method, loader_count=2, end_at=("epoch", 1)
+    ) as dataloader:
+        first = next(dataloader)
+        del first
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python advises against it, with reason
+            pid = os.fork()
+        if pid == 0:
+            gc.collect()
+            os._exit(0 if descriptors() <= before else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert firsts(dataloader) == [5, 10, 15]
+    assert capfd.readouterr().err == ""
 
 
 def test_two_dataloaders_deliver_their_own_and_closing_one_disturbs_nobody():
