@@ -20,7 +20,13 @@ def load(number, arrays, seed):
     return {"number": number} if number % 3 == 0 else None
 
 
-def make(training, validation, **changes):
+def load_or_fail(number, arrays, seed):
+    if number % 11 == 5:
+        raise OSError("cannot be read")
+    return load(number, arrays, seed)
+
+
+def make(training, validation, loader=load, **changes):
     """A Dataloader over groups given as (items, batch size, later, first, remainder)."""
 
     def group(spec, start, seed):
@@ -37,7 +43,7 @@ def make(training, validation, **changes):
 
     arguments = {"loader_count": 0, "end_at": ("epoch", 3)} | changes
     return Dataloader(
-        load,
+        loader,
         [group(spec, 1000 * i, i) for i, spec in enumerate(training)],
         validation=None
         if validation is None
@@ -92,12 +98,15 @@ validations = st.none() | st.tuples(
     training=st.lists(groups, min_size=1, max_size=3),
     validation=validations,
     interleave=st.booleans(),
+    policy=st.sampled_from(["raise", "drop_batch", "skip_item"]),
     stops=st.lists(st.integers(0, 25), min_size=1, max_size=3),
 )
 def test_resuming_again_and_again_gives_the_uninterrupted_run(
-    training, validation, interleave, stops
+    training, validation, interleave, policy, stops
 ):
-    options = {"interleave_groups": interleave}
+    options = {"interleave_groups": interleave, "on_error": policy}
+    if policy != "raise":
+        options["loader"] = load_or_fail
     with make(training, validation, **options) as dataloader:
         whole = run(dataloader)
     pieces = []
