@@ -402,3 +402,69 @@ def test_python_goes_on_while_a_program_waits_for_data():
         count += 1
     assert count > 1000
     release()
+
+
+def load_in_time(number: int, arrays: Any, seed: Any) -> None:
+    time.sleep(0.01)
+    arrays["x"][...] = number
+
+
+def start_map() -> tuple[Any, Any]:
+    """A program that runs on after the call of it has returned, and the end of its data."""
+    mapper, release = data.full_data_mapper(ArenaDataLoader(load_in_time, group()), 1, 4)
+    square = jnp.ones((64, 64))  # what little computes is not dispatched to another thread
+
+    def fun(batch: Any, carry: Any) -> Any:
+        return batch["x"] + 0 * (square @ square).sum(), carry
+
+    return jax.jit(lambda: mapper(fun, 0)[0]), release
+
+
+def test_release_waits_for_programs_whose_results_are_not_there_yet():
+    program, release = start_map()
+    results = [program(), program()]
+    assert not results[-1].is_ready()
+    release()
+    for result in results:
+        assert result.tolist() == list(range(40))
+
+
+def test_programs_of_a_wrapper_that_is_forgotten_come_to_their_end():
+    result = start_map()[0]()
+    assert not result.is_ready()
+    gc.collect()
+    assert result.tolist() == list(range(40))
+
+
+def test_what_failed_while_it_was_loaded_ahead_is_tried_again_when_it_is_needed(tmp_path):
+    marker = tmp_path / "away"
+
+    def load(number: int, arrays: Any, seed: Any) -> None:
+        if marker.exists():
+            with (tmp_path / "failures").open("a") as file:
+                file.write("x")
+            raise SpecialError("away for a moment")
+        arrays["x"][...] = number
+
+    loader, init, draw, release = start(load)
+    (engine,) = loader._engines
+    state, _ = draw(init(seed=0))
+
+    def settle() -> None:
+        """Until the loader processes have nothing to do."""
+        requested = -1
+        while requested != engine.blocks_requested:
+            requested = engine.blocks_requested
+            time.sleep(0.2)
+
+    settle()
+    marker.touch()
+    for _ in range(6):
+        state, _ = draw(state)
+    settle()
+    assert (tmp_path / "failures").stat().st_size > 1
+    marker.unlink()
+    for _ in range(20):
+        state, batch = draw(state)
+    assert batch["x"].shape == (4,)
+    release()

@@ -28,6 +28,7 @@ from hydrax._workers import WorkerPool
 from hydrax.data._draw_loader import MASK, DrawJob
 from hydrax.data._draws import Chain
 from hydrax.data._feeder import Feeder
+from hydrax.data._pending import has_pending_results, wait_for_results
 from hydrax.data._source import KEY_WORDS, DrawSource, chain_from_numbers, chain_words
 from hydrax.errors import ArenaMemoryError, BatchTimeoutError, LoaderError, WorkerDiedError
 
@@ -191,10 +192,22 @@ class DrawEngine:
         draws: _core.Draws, pools: list[WorkerPool | Feeder], source: DrawSource
     ) -> None:
         """End what an engine that was not closed has left behind."""
-        draws.close()
-        while pools:
-            pools.pop().stop()
-        source.close()
+
+        def end() -> None:
+            draws.close()
+            while pools:
+                pools.pop().stop()
+            source.close()
+
+        def end_later() -> None:
+            wait_for_results()
+            end()
+
+        if has_pending_results():
+            with contextlib.suppress(RuntimeError):  # the interpreter is ending
+                threading.Thread(target=end_later, name="hydrax-release", daemon=True).start()
+                return
+        end()
 
     @property
     def id(self) -> int:

@@ -6,6 +6,7 @@ mini-batch. What is drawn when, and for which function of the user's, is up to h
 
 from __future__ import annotations
 
+import os
 import weakref
 import zlib
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from hydrax.data._draws import ORDERED
 from hydrax.data._engine import DrawEngine, ErrorBox
 from hydrax.data._host import SourceDataLoader
 from hydrax.data._loaders import HostDataLoader, MiniBatchInformation, array_struct
+from hydrax.data._pending import wait_for_results
 from hydrax.data._types import CacheState, PyTree
 
 __all__ = ["Handle", "HostDraws"]
@@ -42,14 +44,20 @@ class Handle:
         self.engine: DrawEngine | None = None
         self.server: Server | None = None
         self.is_released = False
+        self._pid = os.getpid()
 
     def release(self) -> None:
-        """Give back memory and processes. May be called again."""
-        self.is_released = True
-        if self.engine is not None:
-            self.engine.close()
-        if isinstance(self.server, LoaderServer) and not self.server.is_released:
-            self.server.release()
+        """Give back memory and processes, once what runs has ended. May be called again."""
+        try:
+            # Not in a process that the user forked: it has none of JAX's threads.
+            if not self.is_released and self.server is not None and os.getpid() == self._pid:
+                wait_for_results()
+        finally:
+            self.is_released = True
+            if self.engine is not None:
+                self.engine.close()
+            if isinstance(self.server, LoaderServer) and not self.server.is_released:
+                self.server.release()
 
     def check(self) -> None:
         """Refuse to begin a chain once released."""

@@ -136,7 +136,8 @@ def random_reference_data(
     Returns:
         ``init(**kwargs)``, which begins a chain and takes what the data loader's
         ``register_random_pipeline`` takes; ``get_batch``, a :class:`GetBatchFunction`; and
-        ``release()``, which ends the loader processes and gives back their memory.
+        ``release()``, which ends the loader processes and gives back their memory. It waits for
+        programs that were started before, if their results are still held.
 
     Raises:
         TypeError: An argument is of the wrong kind.
