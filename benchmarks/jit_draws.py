@@ -28,6 +28,7 @@ CHAIN_COUNT = 4
 SLOW_ITEM_S = 1e-3
 SLOW_MB_SIZE, SLOW_CACHE_SIZE = 8, 4
 WORKER_COUNT = 2
+TURN_S = 0.2
 
 CONTENDERS = (HYDRAX, SGMC)
 TARGETS = (
@@ -80,6 +81,14 @@ TARGETS = (
         (HYDRAX, "thread_beside_other"),
         0.9,
         reference_label="beside a scan without draws",
+    ),
+    Target(
+        "a Python thread beside a scan",
+        "loops/s",
+        (HYDRAX, "thread_beside"),
+        (HYDRAX, "thread_alone"),
+        None,
+        reference_label="alone",
     ),
     Target(
         "draws of slow items",
@@ -234,9 +243,10 @@ def measure_vmap(seconds: float) -> dict[str, float]:
 
 
 def measure_thread(seconds: float) -> dict[str, float]:
-    """Loops of a Python thread beside a scan that draws, and beside one that does not.
+    """Loops of a Python thread alone, beside a scan that draws, and beside one that does not.
 
-    What counts is the GIL: both scans take a processor.
+    What counts is the GIL, so the second scan is what to compare with: both take a processor. They
+    take turns, as what else the machine does changes within seconds.
     """
     import jax
     import jax.numpy as jnp
@@ -247,30 +257,33 @@ def measure_thread(seconds: float) -> dict[str, float]:
     draw_nothing = scan_draws(lambda state: (state + 1, {"x": jnp.sin(state)}), 200_000)
     other = keep_drawing(jax.jit(draw_nothing), jnp.zeros(8))
 
-    def loops_beside(run: Callable[[], None]) -> float:
-        run()
+    def loops_beside(run: Callable[[], None] | None) -> float:
         is_done = threading.Event()
 
         def keep_running() -> None:
-            while not is_done.is_set():
+            while run is not None and not is_done.is_set():
                 run()
 
         thread = threading.Thread(target=keep_running)
         thread.start()
+        time.sleep(TURN_S / 10)
         count = 0
         begin = time.perf_counter()
-        while time.perf_counter() - begin < seconds:
+        while time.perf_counter() - begin < TURN_S:
             count += 1
         is_done.set()
         thread.join()
-        return count / seconds
+        return count / TURN_S
 
-    result = {
-        "thread_beside": loops_beside(drawing),
-        "thread_beside_other": loops_beside(other),
-    }
+    drawing()
+    other()
+    runs = {"thread_beside": drawing, "thread_beside_other": other, "thread_alone": None}
+    counts: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(max(3, round(seconds / TURN_S))):
+        for name, run in runs.items():
+            counts[name].append(loops_beside(run))
     release()
-    return result
+    return {name: statistics.median(values) for name, values in counts.items()}
 
 
 def load_slowly(number: int, arrays: Any, seed: int | None) -> None:
