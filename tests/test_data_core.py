@@ -472,6 +472,17 @@ def test_data_that_cannot_be_observations_are_refused(kind):
         kind(a=np.array(["text"]))
 
 
+def test_options_of_a_chain_are_taken_as_documented_and_others_refused():
+    loader = NumpyDataLoader(x=np.arange(10))
+    by_place = loader.register_random_pipeline(4, 3, True, True, seed=1)
+    by_name = loader.register_random_pipeline(4, 3, shuffle=True, in_epochs=True, seed=1)
+    rows, mask = loader.get_batches(by_place)
+    assert mask.tolist()[-1] == [True, False, False]
+    np.testing.assert_array_equal(rows["x"], loader.get_batches(by_name)[0]["x"])
+    with pytest.raises(TypeError, match=r"no option seeed; .* seed, shuffle and in_epochs"):
+        loader.register_random_pipeline(4, 3, seeed=1)
+
+
 def test_reference_data_are_copied_unless_told_otherwise():
     values = np.arange(10)
     assert not np.shares_memory(NumpyDataLoader(x=values).reference_data["x"], values)

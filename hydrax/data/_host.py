@@ -81,6 +81,12 @@ class SourceDataLoader(HostDataLoader):
 
     def _random_chain(self, **kwargs: Any) -> Chain:
         """The chain that the arguments of register_random_pipeline() ask for."""
+        unknown = kwargs.keys() - {"seed", "shuffle", "in_epochs"}
+        if unknown:
+            raise TypeError(
+                f"a chain of random draws has no option {', '.join(sorted(unknown))}; its options "
+                "are seed, shuffle and in_epochs"
+            )
         return _draws.random_chain(**kwargs)
 
     @property
@@ -163,6 +169,7 @@ class SourceDataLoader(HostDataLoader):
             The id of the chain.
 
         Raises:
+            TypeError: Another option is given.
             ValueError: A size or the seed is out of range.
         """
         chain_id = next(self._chain_ids)

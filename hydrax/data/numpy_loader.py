@@ -160,6 +160,37 @@ class NumpyDataLoader(NumpyBase, SourceDataLoader):
     def __init__(self, copy: bool = True, **reference_data: Any) -> None:
         super().__init__(on_device=False, copy=copy, **reference_data)
 
+    def register_random_pipeline(
+        self,
+        cache_size: int = 1,
+        mb_size: int | None = None,
+        in_epochs: bool = False,
+        shuffle: bool = False,
+        **kwargs: Any,
+    ) -> int:
+        """Begin a chain of random mini-batches.
+
+        Args:
+            cache_size: Mini-batches that :meth:`get_batches` returns at a time.
+            mb_size: Observations of a mini-batch.
+            in_epochs: With ``shuffle``, begin each order with a mini-batch of its own; what fills
+                up the last one before is marked by a mask of False.
+            shuffle: Take all observations in a random order, and then in another one, instead of
+                drawing each independently.
+            **kwargs: ``seed``: of the random order, an int; the id of the chain if it is left out,
+                one from the operating system for None.
+
+        Returns:
+            The id of the chain.
+
+        Raises:
+            TypeError: Another option is given.
+            ValueError: A size or the seed is out of range.
+        """
+        return super().register_random_pipeline(
+            cache_size, mb_size, in_epochs=in_epochs, shuffle=shuffle, **kwargs
+        )
+
     def _source(self, mb_size: int) -> DrawSource:
         return _NumpySource(list(self._data.values()), mb_size)
 
