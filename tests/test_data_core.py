@@ -334,6 +334,17 @@ def test_a_loader_of_the_users_runs_in_the_main_process_as_it_is():
         jax.block_until_ready(run(state)[1])
 
 
+@pytest.mark.parametrize("cache_size", [1, 2, 3])
+def test_all_data_of_a_loader_of_the_users_are_mapped_however_often(cache_size):
+    loader = UserLoader(np.arange(10, dtype=np.int32))
+    mapper, release = data.full_data_mapper(loader, cache_size, 3)
+    program = jax.jit(lambda: mapper(lambda batch, n: (batch["x"] ** 2, n), 0)[0])
+    for call in (program, program, program, program.__wrapped__, program):
+        np.testing.assert_array_equal(call(), np.arange(10) ** 2)
+    assert len(loader.chains) == 1
+    release()
+
+
 def test_a_loader_of_the_users_goes_back_where_it_saves_states():
     for kind, goes_back in ((SavingUserLoader, True), (UserLoader, False)):
         init, get_batch, release = data.random_reference_data(kind(np.arange(20.0)), 2, 4)

@@ -142,6 +142,28 @@ def mapper(data: Any, loaders: Any, *, masking: bool, batched: bool, information
     return results
 
 
+def chain_numbers(data: Any, loaders: Any) -> Any:
+    """Numbers of chains, which are the seeds of those that get none."""
+    loader = loaders.NumpyDataLoader(**arrays())
+    init, get_batch, release = data.random_reference_data(loader, 2, 3)
+    numbers = [init().chain_id, get_batch(init())[0].chain_id]
+    release()
+    init, full_data_map, release = data.full_reference_data(loader, 2, 3)
+    state = init()
+    full_data_map(lambda batch, count: (batch["x"], count), state, 0)
+    numbers.append(state.chain_id)
+    release()
+    full_data_mapper, release = data.full_data_mapper(loader, 2, 3)
+    for _ in range(2):
+        full_data_mapper(lambda batch, count: (batch["x"], count), 0)
+    release()
+    return [*numbers, loader.register_random_pipeline(1, 2)]
+
+
+def test_chains_have_the_same_numbers() -> None:
+    assert_equal(*results_of(chain_numbers))
+
+
 def test_batches_of_zeros_are_the_same() -> None:
     assert_equal(*results_of(zero_batches))
 

@@ -6,6 +6,7 @@ callback returns depends on the state alone, so that it can be repeated, left ou
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -83,13 +84,18 @@ class EngineServer:
 class _Chain:
     """How far a chain of a user's data loader has come.
 
+    Args:
+        period: Caches after which a chain in the order of the data repeats itself, and numbers of
+            caches begin anew; None for random ones.
+
     Attributes:
         following: The cache that its next get_batches() returns.
         kept: The last caches.
         saved: States before a cache.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, period: int | None = None) -> None:
+        self.period = period
         self.following = 0
         self.kept: OrderedDict[int, tuple[list[NDArray[Any]], NDArray[np.bool_]]] = OrderedDict()
         self.saved: OrderedDict[int, Any] = OrderedDict()
@@ -98,8 +104,9 @@ class _Chain:
 class LoaderServer:
     """Serves caches out of a data loader that the user has written.
 
-    Such a loader goes forwards only. Caches that are asked for again are kept, or loaded again
-    from a saved state where the loader saves states; caches in between are loaded and dropped.
+    Such a loader goes forwards only. Caches that are asked for again are kept, come again in the
+    next pass over the data, or are loaded again from a saved state where the loader saves states;
+    caches in between are loaded and dropped.
 
     Args:
         loader: The data loader.
@@ -124,12 +131,17 @@ class LoaderServer:
             self._chains.clear()
             del self._loader
 
-    def register(self, register: Callable[[HostDataLoader], int]) -> int:
+    def register(self, register: Callable[[HostDataLoader], int], *, is_ordered: bool) -> int:
         """Begin a chain."""
         with self._lock:
             self._check()
             chain_id = int(register(self._loader))
-            self._chains[chain_id] = _Chain()
+            period = None
+            if is_ordered:
+                cache_size, mb_size = self._structs[0].shape[:2]
+                draws = -(-int(self._loader.static_information["observation_count"]) // mb_size)
+                period = draws // math.gcd(draws, cache_size)
+            self._chains[chain_id] = _Chain(period)
             return chain_id
 
     def _check(self) -> None:
@@ -150,16 +162,19 @@ class LoaderServer:
 
     def _fetch(self, chain_id: int, refill: int) -> tuple[list[NDArray[Any]], NDArray[np.bool_]]:
         chain = self._chains.setdefault(chain_id, _Chain())
+        if chain.period is not None:
+            refill %= chain.period
         if refill in chain.kept:
             return chain.kept[refill]
-        if refill < chain.following:
+        if chain.period is None and refill < chain.following:
             self._go_back(chain, chain_id, refill)
         while True:
-            self._save(chain, chain_id)
+            if chain.period is None:
+                self._save(chain, chain_id)
             batches, mask = self._loader.get_batches(chain_id)
             result = self._checked(batches, mask)
             number = chain.following
-            chain.following += 1
+            chain.following = number + 1 if chain.period is None else (number + 1) % chain.period
             chain.kept[number] = result
             while len(chain.kept) > _KEPT:
                 chain.kept.popitem(last=False)

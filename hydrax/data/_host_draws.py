@@ -18,7 +18,6 @@ import numpy as np
 
 from hydrax import _core
 from hydrax.data._callback import Cached, EngineServer, LoaderServer, Server, draw_cached
-from hydrax.data._draws import ORDERED
 from hydrax.data._engine import DrawEngine, ErrorBox
 from hydrax.data._host import SourceDataLoader
 from hydrax.data._loaders import HostDataLoader, MiniBatchInformation, array_struct
@@ -168,7 +167,7 @@ class HostDraws:
             return method(cache_size=self.cache_size, mb_size=self.mb_size, **kwargs)
 
         if isinstance(self.handle.server, LoaderServer):
-            chain_id = self.handle.server.register(register)
+            chain_id = self.handle.server.register(register, is_ordered=is_ordered)
             words = np.zeros(2, np.uint32)
             words[0] = zlib.crc32(repr((self.observation_count, self.structs)).encode())
             return self._first_state(chain_id, words)
@@ -196,11 +195,6 @@ class HostDraws:
             valid=jnp.zeros((self.cache_size, self.mb_size), jnp.bool_),
             current_line=jnp.asarray(self.cache_size, jnp.int32),  # nothing is cached yet
         )
-
-    def ordered_state(self) -> CacheState:
-        """The state before a pass over the data in order, of a loader of this package."""
-        assert self.handle.engine is not None
-        return self._first_state(0, self.handle.engine.state_words(ORDERED))
 
     def draw(self, state: CacheState) -> tuple[CacheState, tuple[PyTree, MiniBatchInformation]]:
         """Draw a mini-batch."""

@@ -103,6 +103,11 @@ def _check_loader(data_loader: Any) -> None:
         )
 
 
+def _check_worker_count(worker_count: Any) -> None:
+    if worker_count is not None:
+        check_int("worker_count", worker_count, minimum=1, maximum=2**12)
+
+
 def _check_state(data_state: Any, device_count: Any) -> None:
     if not isinstance(data_state, CacheState):
         raise TypeError(
@@ -164,8 +169,7 @@ def random_reference_data(
         _observation_count(data_loader), cached_batches_count, mb_size
     )
     timeout_s = check_timeout(timeout_sec)
-    if worker_count is not None:
-        worker_count = check_int("worker_count", worker_count, minimum=1, maximum=2**12)
+    _check_worker_count(worker_count)
     handle = Handle()
     if isinstance(data_loader, DeviceDataLoader):
         return _random_on_device(data_loader, mb_size, handle)
@@ -318,8 +322,23 @@ def full_reference_data(
         ([5, 50, 149, 81], 285, 10)
         >>> release()
     """
+    _, init, full_data_map, release = _full_map(
+        data_loader, cached_batches_count, mb_size, worker_count, timeout_sec
+    )
+    return init, full_data_map, release
+
+
+def _full_map(
+    data_loader: DataLoader,
+    cached_batches_count: int,
+    mb_size: int | None,
+    worker_count: int | None,
+    timeout_sec: float,
+) -> tuple[Handle, Callable[..., CacheState], FullDataMapFunction, Callable[[], None]]:
+    """The functions of full_reference_data(), and what they share."""
     count, cache_size, mb_size = _check_full_sizes(data_loader, cached_batches_count, mb_size)
     timeout_s = check_timeout(timeout_sec)
+    _check_worker_count(worker_count)
     handle = Handle()
     draws: HostDraws | None = None
     if isinstance(data_loader, HostDataLoader):
@@ -357,7 +376,7 @@ def full_reference_data(
         handle.release()
 
     handle.mark(init, full_data_map, release)
-    return init, full_data_map, release
+    return handle, init, full_data_map, release
 
 
 def full_data_mapper(
@@ -397,13 +416,10 @@ def full_data_mapper(
     """
     if data_loader is None:
         raise TypeError("data_loader is None; expected a HostDataLoader or a DeviceDataLoader")
-    init, full_data_map, release = full_reference_data(
-        data_loader,
-        cached_batches_count,
-        mb_size,
-        worker_count=worker_count,
-        timeout_sec=timeout_sec,
+    handle, init, full_data_map, release = _full_map(
+        data_loader, cached_batches_count, mb_size, worker_count, timeout_sec
     )
+    start = init()
 
     def mapper(
         fun: Any,
@@ -419,12 +435,13 @@ def full_data_mapper(
                     "masking=True needs a function that takes mini-batches (batched=True)"
                 )
             fun = _vectorised(fun, information)
+        handle.check()
         _, result = full_data_map(
-            fun, init(), carry, masking=masking, information=information, device_count=device_count
+            fun, start, carry, masking=masking, information=information, device_count=device_count
         )
         return result
 
-    mapper._hydrax_errors = release._hydrax_errors  # type: ignore[attr-defined]
+    handle.mark(mapper)
     return mapper, release
 
 
