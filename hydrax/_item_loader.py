@@ -20,13 +20,14 @@ from hydrax import _context, _core
 from hydrax._convert import convert
 from hydrax._debug import CheckedLoader, Checksums, checksums_of
 from hydrax._failures import EXITS, LoadFailure, RunReport, describe_failure, is_of
+from hydrax._item_errors import item_of
 from hydrax._mapped import reads_of
 from hydrax._ragged import with_lengths
 from hydrax._random import ItemRandom
 from hydrax._sequences import items_of, take_array
 from hydrax._shared_items import readable
 from hydrax._specs import ArrayLayout
-from hydrax.errors import RaggedLengthError, ValueRangeError
+from hydrax.errors import ValueRangeError
 
 __all__ = ["ItemLoader", "LoadGroup", "LoadJob"]
 
@@ -402,10 +403,8 @@ class ItemLoader:
                 descriptors, MappingProxyType(parts), None if group.is_validation else seeds
             )
             results = _checked_batch_result(result, count)
-        except RaggedLengthError as error:
-            raise _ItemError(first + error.item, "loading") from error
         except BaseException as error:
-            raise _ItemError(first, "loading") from error
+            raise _ItemError(first + item_of(error, count), "loading") from error
         if group.loaded_dtypes:
             _convert_parts(parts, slot, group.loaded_dtypes, first, count)
         if self._job.is_debug:

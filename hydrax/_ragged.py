@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hydrax._convert import convert
+from hydrax._item_errors import about_item
 from hydrax._specs import length_name
 from hydrax.errors import RaggedLengthError
 
@@ -54,7 +55,10 @@ class RaggedArray(np.ndarray[Any, np.dtype[Any]]):
                 f"array {name!r} was given {len(values)} items to write; expected {len(plain)}"
             )
         for item, item_values in enumerate(values):
-            lengths[item] = _write_item(name, plain[item], item_values, truncate, item)
+            try:
+                lengths[item] = _write_item(name, plain[item], item_values, truncate, item)
+            except ValueError as error:
+                raise about_item(error, item)  # noqa: B904  # it is the same one
 
 
 def _write_item(name: str, array: npt.NDArray[Any], values: Any, truncate: bool, item: int) -> int:

@@ -203,6 +203,40 @@ def test_a_value_that_the_dtype_cannot_hold_is_refused():
     assert "40000 does not fit int16" in str(error)
 
 
+@pytest.mark.parametrize("bad", [np.zeros((2, 4), np.int64), np.full((2, 3), 2**40)])
+def test_the_item_of_a_batched_call_that_cannot_be_written_is_named(bad):
+    def load(indices, arrays, seeds):
+        arrays["atoms"].write([bad if i == 17 else np.zeros((2, 3), np.int16) for i in indices])
+
+    load.is_batched = True
+    group = DataGroup(10, range(30), loader_arrays={"atoms": Ragged((4, 3), np.int16)})
+    with Dataloader(load, group, loader_count=0) as dataloader:
+        next(dataloader)
+        with pytest.raises(LoaderError) as caught:
+            next(dataloader)
+    assert caught.value.index == 17
+
+
+def test_an_exception_of_a_batched_call_may_say_which_item_it_is_about():
+    def load(indices, arrays, seeds):
+        error = OSError("not there")
+        error.item = {0: 3, 5: "x", 10: 99}[int(indices[0])]
+        raise error
+
+    load.is_batched = True
+    group = DataGroup(5, range(15), loader_arrays={"x": ((), np.int32, np.int32)})
+    found = []
+    with Dataloader(
+        load,
+        group,
+        loader_count=0,
+        on_error=lambda error: found.append(error.index),
+        end_at=("epoch", 1),
+    ) as dataloader:
+        assert list(dataloader) == []
+    assert found == [3, 5, 10]  # what is no item of the call is not heeded
+
+
 def test_lists_and_empty_items_are_written():
     def load(index, arrays, seed):
         arrays["atoms"].write([] if index % 2 else [[1, 2, 3]] * (index // 10))
