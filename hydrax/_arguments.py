@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["check_end", "check_int", "check_start", "check_timeout"]
+__all__ = ["check_end", "check_int", "check_number", "check_start", "check_timeout"]
 
 
 def check_int(name: str, value: Any, *, minimum: int, maximum: int = 2**62) -> int:
@@ -28,6 +28,24 @@ def check_int(name: str, value: Any, *, minimum: int, maximum: int = 2**62) -> i
         raise ValueError(f"{name} is {number}; it must be at least {minimum}")
     if number > maximum:
         raise ValueError(f"{name} is {number}; it must be at most {maximum}")
+    return number
+
+
+def check_number(name: str, value: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Value, a number or an array of them, in a dtype that holds it; floats may lose digits.
+
+    Example:
+        >>> check_number("pad_value", 255, np.dtype(np.uint8))
+        array(255, dtype=uint8)
+    """
+    given = np.asarray(value)
+    if given.dtype.kind not in "biuf":
+        raise TypeError(f"{name} is {value!r:.80}; expected a number")
+    with np.errstate(over="ignore", invalid="ignore"):
+        number = given.astype(dtype)
+    fits = np.isfinite(number) == np.isfinite(given) if dtype.kind == "f" else number == given
+    if not fits.all():
+        raise ValueError(f"{name} is {value!r:.80}, which {dtype} cannot hold")
     return number
 
 

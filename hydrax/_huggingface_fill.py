@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 
-from hydrax._arguments import check_int
+from hydrax._arguments import check_int, check_number
 from hydrax._huggingface_media import decode_audio, decoder_of
 from hydrax._huggingface_memory import Column, Ints, IrregularError, Rows, numpy_dtype, storage_type
 from hydrax._huggingface_values import Chunks, child_feature, stored_values
+from hydrax._item_errors import about_item
 
 __all__ = ["Filler", "SideData", "plan_column"]
 
@@ -127,13 +128,32 @@ class Filler:
     Args:
         name: Of the column.
         chunked: The column.
+        dtype: Of what it fills.
         options: What the user has chosen.
+
+    Attributes:
+        is_padded: Whether its rows are padded to one length.
     """
 
-    def __init__(self, name: str, chunked: pa.ChunkedArray, options: Mapping[str, Any]) -> None:
+    is_padded: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        name: str,
+        chunked: pa.ChunkedArray,
+        dtype: np.dtype[Any],
+        options: Mapping[str, Any],
+    ) -> None:
         self.name = name
         self._chunks = Chunks(chunked)
-        self._fill_null = options["nulls"].get(name)
+        self._dtype = dtype
+        fill = options["nulls"].get(name)
+        self._fill_null = None if fill is None else check_number(f"nulls[{name!r}]", fill, dtype)
+
+    def _pad_value(self, options: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+        value = _option(options["pad_value"], self.name)
+        where = f"pad_value of column {self.name!r}"
+        return check_number(where, 0 if value is None else value, self._dtype)
 
     def arrays(self) -> dict[str, Spec]:
         """Array name to shape, dtype and JAX dtype."""
@@ -152,11 +172,13 @@ class Filler:
         """
         raise NotImplementedError
 
-    def _refuse(self, position: int, text: str) -> ValueError:
-        return ValueError(f"column {self.name!r}, row {position}: {text}")
+    def _refuse(self, positions: Ints, row: int, text: str) -> ValueError:
+        """The error for one of the rows that are to be written."""
+        error = ValueError(f"column {self.name!r}, row {positions[row]}: {text}")
+        return about_item(error, row)
 
-    def _null(self, position: int) -> ValueError:
-        return self._refuse(position, f"it is null; give nulls={{{self.name!r}: value}}")
+    def _null(self, positions: Ints, row: int) -> ValueError:
+        return self._refuse(positions, row, f"it is null; give nulls={{{self.name!r}: value}}")
 
 
 class FixedFiller(Filler):
@@ -170,12 +192,11 @@ class FixedFiller(Filler):
         dtype: np.dtype[Any],
         options: Mapping[str, Any],
     ) -> None:
-        super().__init__(name, chunked, options)
+        super().__init__(name, chunked, dtype, options)
         self._shape: tuple[int, ...] = tuple(size or 0 for size in shape)
-        self._dtype = dtype
         self._column = Column(self._chunks.arrays)
         if self._fill_null is None and dtype.kind == "f":
-            self._fill_null = np.nan
+            self._fill_null = np.asarray(np.nan, dtype)
 
     def arrays(self) -> dict[str, Spec]:
         return {self.name: (self._shape, self._dtype, self._dtype)}
@@ -184,39 +205,43 @@ class FixedFiller(Filler):
         target = arrays[self.name]
         start = 0
         for where in self._chunks.locate(rows):
-            part = target[start : start + where.total]
             try:
-                self._write(where, part, positions[start:])
+                self._write(where, target, positions, start)
             except IrregularError:
-                self._fill_singly(where, part, positions[start:])
+                self._fill_singly(where, target, positions, start)
             start += where.total
 
-    def _write(self, where: Rows, target: np.ndarray[Any, Any], positions: Ints) -> None:
+    def _write(
+        self, where: Rows, target: np.ndarray[Any, Any], positions: Ints, start: int
+    ) -> None:
+        """Write rows of one shape, from the row start of the target on."""
         values, valid = self._column.read(where)
-        if values.shape != target.shape:
+        part = target[start : start + where.total]
+        if values.shape != part.shape:
             raise IrregularError("not of the declared shape")
         if valid is not None:
             if self._fill_null is None:
                 row = int(np.flatnonzero(~valid.reshape(len(valid), -1).all(axis=1))[0])
-                raise self._null(int(positions[row]))
-            values = np.where(valid, values, np.asarray(self._fill_null, self._dtype))
-        np.copyto(target, values)
+                raise self._null(positions, start + row)
+            values = np.where(valid, values, self._fill_null)
+        np.copyto(part, values)
 
-    def _fill_singly(self, where: Rows, target: np.ndarray[Any, Any], positions: Ints) -> None:
+    def _fill_singly(
+        self, where: Rows, target: np.ndarray[Any, Any], positions: Ints, start: int
+    ) -> None:
         """Rows of which some are null, or of a wrong shape."""
         present = self._column.valid(where)
         for row in range(where.total):
-            position = positions[row : row + 1]
             if present is not None and not present[row]:
                 if self._fill_null is None:
-                    raise self._null(int(position[0]))
-                target[row] = self._fill_null
+                    raise self._null(positions, start + row)
+                target[start + row] = self._fill_null
                 continue
             try:
-                self._write(_one(where, row), target[row : row + 1], position)
+                self._write(_one(where, row), target, positions, start + row)
             except IrregularError:
                 raise self._refuse(
-                    int(position[0]), f"it has not the declared shape {self._shape}"
+                    positions, start + row, f"it has not the declared shape {self._shape}"
                 ) from None
 
 
@@ -229,6 +254,8 @@ def _one(where: Rows, row: int) -> Rows:
 class PaddedFiller(Filler):
     """Lists of any length, padded to one; their elements are numbers or have one shape."""
 
+    is_padded: ClassVar[bool] = True
+
     def __init__(
         self,
         name: str,
@@ -237,13 +264,11 @@ class PaddedFiller(Filler):
         dtype: np.dtype[Any],
         options: Mapping[str, Any],
     ) -> None:
-        super().__init__(name, chunked, options)
+        super().__init__(name, chunked, dtype, options)
         self._capacity = check_int(f"pad_to of column {name!r}", shape[0], minimum=1)
         self._shape: tuple[int, ...] = (self._capacity, *shape[1:])
-        self._dtype = dtype
         self._column = Column(self._chunks.arrays)
-        value = _option(options["pad_value"], name)
-        self._pad_value = 0 if value is None else value
+        self._padding = self._pad_value(options)
         self._truncate = options["truncate"]
 
     def arrays(self) -> dict[str, Spec]:
@@ -255,7 +280,7 @@ class PaddedFiller(Filler):
 
     def fill(self, rows: range | Ints, positions: Ints, arrays: Arrays) -> None:
         target = arrays[self.name]
-        target[...] = self._pad_value
+        target[...] = self._padding
         counts = arrays[f"{self.name}_length"]
         row = 0
         for where in self._chunks.locate(rows):
@@ -268,43 +293,41 @@ class PaddedFiller(Filler):
                 if length > self._capacity:
                     if not self._truncate:
                         raise self._refuse(
-                            int(positions[row]),
+                            positions,
+                            row,
                             f"it has {length} elements, and pad_to is {self._capacity}; raise "
                             "pad_to, or give truncate=True",
                         )
                     length = self._capacity
                 if present is not None and not present[index] and self._fill_null is None:
-                    raise self._null(int(positions[row]))
+                    raise self._null(positions, row)
                 counts[row] = length
                 if length:
-                    self._write(chunk, start, length, target[row], int(positions[row]))
+                    place = Rows(np.array([chunk]), np.array([start]), length)
+                    self._write(place, target, positions, row)
                 row += 1
 
-    def _write(
-        self, chunk: int, start: int, length: int, target: np.ndarray[Any, Any], position: int
-    ) -> None:
-        where = Rows(np.array([chunk]), np.array([start]), length)
+    def _write(self, place: Rows, target: np.ndarray[Any, Any], positions: Ints, row: int) -> None:
+        """Write the elements of one row."""
         try:
-            values, valid = self._column.child.read(where)
+            values, valid = self._column.child.read(place)
         except IrregularError:
-            raise self._refuse(position, "an element is null or has another shape") from None
+            raise self._refuse(positions, row, "an element is null or has another shape") from None
         if values.shape[1:] != self._shape[1:]:
-            raise self._refuse(position, f"its elements have not the shape {self._shape[1:]}")
+            raise self._refuse(positions, row, f"its elements have not the shape {self._shape[1:]}")
         if valid is not None:
-            fill = self._fill_null
-            if fill is None:
-                if self._dtype.kind != "f":
-                    raise self._null(position)
-                fill = np.nan
-            values = np.where(valid, values, np.asarray(fill, self._dtype))
-        target[:length] = values
+            if self._fill_null is None and self._dtype.kind != "f":
+                raise self._null(positions, row)
+            fill = np.asarray(np.nan if self._fill_null is None else self._fill_null, self._dtype)
+            values = np.where(valid, values, fill)
+        target[row, : len(values)] = values
 
 
 class ImageFiller(Filler):
     """Images of one size, in one mode."""
 
     def __init__(self, name: str, chunked: pa.ChunkedArray, options: Mapping[str, Any]) -> None:
-        super().__init__(name, chunked, options)
+        super().__init__(name, chunked, np.dtype(np.uint8), options)
         try:
             import hydrax.image
         except ImportError as error:
@@ -317,17 +340,15 @@ class ImageFiller(Filler):
 
     def arrays(self) -> dict[str, Spec]:
         channels = {"L": 1, "RGB": 3, "RGBA": 4}[self._mode]
-        dtype = np.dtype(np.uint8)
-        return {self.name: ((*self._size, channels), dtype, dtype)}
+        return {self.name: ((*self._size, channels), self._dtype, self._dtype)}
 
     def fill(self, rows: range | Ints, positions: Ints, arrays: Arrays) -> None:
         stored = self._chunks.take(rows)
         for row, value in enumerate(stored):
             target = arrays[self.name][row]
-            position = int(positions[row])
             if not value.is_valid:
                 if self._fill_null is None:
-                    raise self._null(position)
+                    raise self._null(positions, row)
                 target[...] = self._fill_null
                 continue
             content, path = value["bytes"], value["path"].as_py()
@@ -335,12 +356,13 @@ class ImageFiller(Filler):
             try:
                 image = self._open(source, mode=self._mode)
             except OSError as error:
-                raise self._refuse(position, str(error)) from error
+                raise self._refuse(positions, row, str(error)) from error
             height, width = self._size
             if image.size != (width, height):
                 if not self._resize:
                     raise self._refuse(
-                        position,
+                        positions,
+                        row,
                         f"the image has height {image.height} and width {image.width}, and "
                         f"image_size is {self._size}; give resize=True",
                     )
@@ -351,6 +373,8 @@ class ImageFiller(Filler):
 class AudioFiller(Filler):
     """Sounds, padded to one number of samples."""
 
+    is_padded: ClassVar[bool] = True
+
     def __init__(
         self,
         name: str,
@@ -359,27 +383,25 @@ class AudioFiller(Filler):
         capacity: int,
         options: Mapping[str, Any],
     ) -> None:
-        super().__init__(name, chunked, options)
+        super().__init__(name, chunked, np.dtype(np.float32), options)
         self._feature = feature
         self._capacity = check_int(f"pad_to of column {name!r}", capacity, minimum=1)
-        value = _option(options["pad_value"], name)
-        self._pad_value = 0 if value is None else value
+        self._padding = self._pad_value(options)
         self._truncate = options["truncate"]
 
     def arrays(self) -> dict[str, Spec]:
-        single, integer = np.dtype(np.float32), np.dtype(np.int32)
+        integer = np.dtype(np.int32)
         return {
-            self.name: ((self._capacity,), single, single),
+            self.name: ((self._capacity,), self._dtype, self._dtype),
             f"{self.name}_length": ((), integer, integer),
             f"{self.name}_sampling_rate": ((), integer, integer),
         }
 
     def fill(self, rows: range | Ints, positions: Ints, arrays: Arrays) -> None:
         for row, value in enumerate(self._chunks.take(rows).to_pylist()):
-            position = int(positions[row])
             if value is None:
                 if self._fill_null is None:
-                    raise self._null(position)
+                    raise self._null(positions, row)
                 samples, rate = np.empty(0, np.float32), 0
             else:
                 decoded = decode_audio(self._feature, value)
@@ -387,13 +409,14 @@ class AudioFiller(Filler):
             if len(samples) > self._capacity:
                 if not self._truncate:
                     raise self._refuse(
-                        position,
+                        positions,
+                        row,
                         f"it has {len(samples)} samples, and pad_to is {self._capacity}; raise "
                         "pad_to, or give truncate=True",
                     )
                 samples = samples[: self._capacity]
             target = arrays[self.name][row]
             target[: len(samples)] = samples
-            target[len(samples) :] = self._pad_value
+            target[len(samples) :] = self._padding
             arrays[f"{self.name}_length"][row] = len(samples)
             arrays[f"{self.name}_sampling_rate"][row] = rate

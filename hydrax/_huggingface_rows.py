@@ -241,19 +241,23 @@ def data_group(
         for split, part in dataset.items():
             if len(part) == 0:
                 raise ValueError(f"the split {split!r} has no rows; leave it out")
-            groups[str(split)] = data_group(
-                part,
-                batch_size,
-                columns=columns,
-                image_size=image_size,
-                image_mode=image_mode,
-                resize=resize,
-                pad_to=pad_to,
-                pad_value=pad_value,
-                truncate=truncate,
-                nulls=nulls,
-                **options,
-            )
+            try:
+                groups[str(split)] = data_group(
+                    part,
+                    batch_size,
+                    columns=columns,
+                    image_size=image_size,
+                    image_mode=image_mode,
+                    resize=resize,
+                    pad_to=pad_to,
+                    pad_value=pad_value,
+                    truncate=truncate,
+                    nulls=nulls,
+                    **options,
+                )
+            except Exception as error:
+                error.add_note(f"This is about the split {split!r}.")
+                raise
         return groups
     if not isinstance(dataset, datasets.Dataset):
         raise TypeError(
@@ -285,9 +289,16 @@ def data_group(
             if name in loader_arrays:
                 raise ValueError(f"two columns would be the array {name!r}; rename one")
             loader_arrays[name] = spec
-    _check_names(rows, pad_to, "pad_to")
-    _check_names(rows, pad_value, "pad_value")
-    _check_names(rows, nulls, "nulls")
+    padded = [filler.name for filler in rows.fillers if filler.is_padded]
+    filled = [filler.name for filler in rows.fillers]
+    for argument, values, known, what in (
+        ("pad_to", pad_to, padded, "no column of lists or sounds"),
+        ("pad_value", pad_value, padded, "no column that pad_to pads"),
+        ("nulls", nulls, filled, f"none of the columns that become arrays: {', '.join(filled)}"),
+    ):
+        for column in values if isinstance(values, Mapping) else ():
+            if column not in known:
+                raise ValueError(f"{argument} has {column!r}, which is {what}")
     if not loader_arrays:
         raise ValueError(
             f"none of the columns {', '.join(names)} can be an array; give image_size for images, "
@@ -303,15 +314,3 @@ def _checked_size(size: Any) -> tuple[int, int] | None:
         raise TypeError(f"image_size is {size!r}; expected (height, width)")
     height, width = (check_int("a side of image_size", side, minimum=1) for side in size)
     return height, width
-
-
-def _check_names(rows: DatasetRows, argument: Any, name: str) -> None:
-    """Refuse a name in an argument that no column has."""
-    if not isinstance(argument, Mapping):
-        return
-    known = [filler.name for filler in rows.fillers]
-    for column in argument:
-        if column not in known:
-            raise ValueError(
-                f"{name} has {column!r}; the columns that become arrays are {', '.join(known)}"
-            )

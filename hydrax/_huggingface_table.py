@@ -13,7 +13,14 @@ import pyarrow as pa
 from hydrax._huggingface_memory import Column, Ints
 from hydrax._huggingface_values import Chunks, ColumnReader, Conversion
 
-__all__ = ["Positions", "check_columns", "conversions_of", "readers_of", "streamed_tables"]
+__all__ = [
+    "Positions",
+    "check_columns",
+    "check_features",
+    "conversions_of",
+    "readers_of",
+    "streamed_tables",
+]
 
 
 def check_columns(columns: Iterable[str] | None, known: Sequence[str]) -> list[str]:
@@ -59,6 +66,20 @@ def readers_of(
         name: ColumnReader(name, table.column(name), features.get(name), conversion)
         for name, conversion in conversions.items()
     }
+
+
+def check_features(
+    features: datasets.Features, columns: Iterable[str] | None, nulls: Mapping[str, Any] | None
+) -> None:
+    """Refuse at once what reading a stream of these features would be refused for.
+
+    Raises:
+        TypeError: A feature cannot be brought to JAX.
+        ValueError: There is no such column, or ``nulls`` does not fit.
+    """
+    names = check_columns(columns, list(features))
+    empty = features.arrow_schema.empty_table()
+    readers_of(empty, features, conversions_of(names, nulls, wide=False))
 
 
 class Positions:

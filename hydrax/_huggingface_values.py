@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from hydrax._arguments import check_number
 from hydrax._huggingface_media import decoder_of
 from hydrax._huggingface_memory import Column, Ints, IrregularError, Rows, numpy_dtype, storage_type
 from hydrax.errors import ValueRangeError
@@ -106,7 +107,7 @@ class Conversion:
             if dtype.kind != "f":
                 raise UnfitValueError(f"there is a null, which {dtype} cannot hold")
             return source.type(np.nan)
-        return np.asarray(fill).astype(np.result_type(source, np.asarray(fill).dtype))
+        return np.asarray(fill, source)
 
 
 @functools.cache
@@ -190,6 +191,12 @@ class ColumnReader:
         if not self.is_plain:
             with contextlib.suppress(IrregularError):
                 self._column = Column(self._chunks.arrays)
+        if conversion.fill is not None:
+            if self._column is None:
+                raise ValueError(
+                    f"nulls has {name!r}, which is no column of numbers or lists of them"
+                )
+            check_number(f"nulls[{name!r}]", conversion.fill, self._column.dtype)
 
     def read(self, rows: range | Ints, first: int = 0) -> Any:
         """The rows as an array, or a list of one value for each.
@@ -338,7 +345,7 @@ def _rows_of_lists(array: pa.Array, feature: Any, conversion: Conversion) -> lis
 
 
 def _values_of_extension(array: pa.Array, feature: Any, conversion: Conversion) -> Any:
-    """Rows of an ArrayXD: arrays, with a null row full of nulls, if the shape is fixed."""
+    """Rows of an ArrayXD: arrays, also without elements; of a fixed shape, nulls in a null row."""
     kind = array.type
     shape = tuple(getattr(kind, "shape", ()))
     storage = array.storage
@@ -347,16 +354,20 @@ def _values_of_extension(array: pa.Array, feature: Any, conversion: Conversion) 
         leaf = leaf.value_type
     dtype = numpy_dtype(leaf)
     if dtype is None or not shape or not array.null_count or None in shape:
-        return values_of(storage, None, conversion)
+        rows = values_of(storage, None, conversion)
+        if not isinstance(rows, list) or dtype is None or None in shape[1:]:
+            return rows
+        empty = np.empty((0, *shape[1:]), conversion.target(dtype))
+        return _joined([empty if isinstance(row, list) and not row else row for row in rows])
     out = aligned_empty((len(array), *shape), conversion.target(dtype))
     valid = array.is_valid().to_numpy(zero_copy_only=False)
-    rows = np.zeros(out.shape, dtype)
+    filled = np.zeros(out.shape, dtype)
     mask = np.zeros(out.shape, np.bool_)
     for row in np.flatnonzero(valid).tolist():
         values, elements_valid = Column([storage]).read(Rows(np.array([0]), np.array([row]), 1))
-        rows[row] = values[0]
+        filled[row] = values[0]
         mask[row] = True if elements_valid is None else elements_valid[0]
-    conversion.write(rows, mask, out)
+    conversion.write(filled, mask, out)
     return out
 
 

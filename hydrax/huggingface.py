@@ -28,6 +28,7 @@ from hydrax._huggingface_rows import data_group, load_rows
 from hydrax._huggingface_table import (
     Positions,
     check_columns,
+    check_features,
     conversions_of,
     readers_of,
     streamed_tables,
@@ -97,6 +98,8 @@ def iter_batches(
     if isinstance(dataset, datasets.IterableDataset):
         if loader_count:
             raise ValueError("a streamed data set is read in this process; leave out loader_count")
+        if dataset.features is not None:
+            check_features(dataset.features, columns, nulls)
         return _stream(dataset, size, columns, placer, remainder, nulls, is_wide)
     if not isinstance(dataset, datasets.Dataset):
         hint = "; choose one of its splits" if isinstance(dataset, Mapping) else ""

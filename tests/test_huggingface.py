@@ -151,6 +151,11 @@ CASES: dict[str, tuple[list[Any], Any]] = {
         [np.eye(2, dtype=np.int32), np.zeros((3, 2), np.int32)] * 2,
         Array2D((None, 2), "int32"),
     ),
+    "Array2D of any length without rows": (
+        [np.zeros((0, 2)), np.ones((1, 2)), *[np.zeros((0, 2))] * 3],
+        Array2D((None, 2), "float32"),
+    ),
+    "Array2D of no rows": ([np.zeros((0, 2))] * 2, Array2D((0, 2), "uint8")),
     "Array3D": ([np.ones((2, 1, 3))] * 2, Array3D((2, 1, 3), "float64")),
     "Array4D": ([np.ones((2, 1, 3, 1))] * 2, Array4D((2, 1, 3, 1), "int8")),
     "Array5D": ([np.ones((2, 1, 3, 1, 2))] * 2, Array5D((2, 1, 3, 1, 2), "uint8")),
@@ -166,6 +171,17 @@ CASES: dict[str, tuple[list[Any], Any]] = {
     ),
     "dicts of dicts": ([{"a": {"b": [1, 2], "c": b"x"}}, {"a": {"b": [3], "c": None}}], None),
     "dicts of arrays": ([{"a": np.eye(2)}] * 2, {"a": Array2D((2, 2), "float32")}),
+    "lists of dicts of lists of dicts": (
+        [[{"a": [{"b": 1, "c": [1.5]}, {"b": 2, "c": []}], "d": "x"}], []],
+        list_of(
+            {
+                "a": list_of({"b": Value("int8"), "c": list_of(Value("float32"))}),
+                "d": Value("string"),
+            }
+        ),
+    ),
+    "lists of labels": ([[0, 1], [1]], list_of(ClassLabel(names=["x", "y"]))),
+    "equal lists of labels": ([[0, 1], [1, 1]], Sequence(ClassLabel(names=["x", "y"]))),
     "dicts of labels": ([{"a": 1}] * 2, {"a": ClassLabel(names=["x", "y"])}),
     "lists of dicts": ([[{"a": 1, "b": "x"}], [{"a": 2, "b": "y"}] * 2, []], None),
     "sequences of dicts": (
@@ -828,12 +844,71 @@ def test_wrong_arguments_are_named() -> None:
         data_group(dataset.to_iterable_dataset(), 1)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="none of the columns text can be an array"):
         data_group(dataset, 1, columns=["text"])
-    with pytest.raises(ValueError, match="pad_to has 'text'; the columns that become arrays are n"):
-        data_group(dataset, 1, pad_to={"text": 4})
+    split = DatasetDict(train=dataset, test=dataset.remove_columns("text"))
+    with pytest.raises(ValueError, match="columns has 'text'; the data set has n") as caught:
+        data_group(split, 1, columns=["n", "text"])
+    assert caught.value.__notes__ == ["This is about the split 'test'."]
     with pytest.raises(TypeError, match=r"DatasetDict; expected .* choose one of its splits"):
         iter_batches(DatasetDict(train=dataset), 1)  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match="column 'v' has the feature Video, which cannot be brought"
+    ):
+        iter_batches(
+            datasets.IterableDataset.from_generator(
+                lambda: iter(()), features=Features(v=datasets.Video())
+            ),
+            1,
+        )
     with pytest.raises(LoaderError, match=r"load_rows loads groups that .*data_group has made"):
         load_group(hydrax.DataGroup(1, [1], loader_arrays={"n": ((), "i4", "i4")}))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"pad_to": {"text": 4}}, ValueError, "pad_to has 'text', which is no column of lists"),
+        ({"pad_to": {"n": 4}}, ValueError, "pad_to has 'n', which is no column of lists or so"),
+        ({"pad_to": 4, "pad_value": {"n": 4}}, ValueError, "pad_value has 'n', which is no col"),
+        ({"pad_to": 4, "pad_value": 300}, ValueError, "pad_value of column 't' is 300, which int8"),
+        ({"pad_to": 4, "pad_value": 0.5}, ValueError, "pad_value of column 't' is 0.5, which in"),
+        ({"pad_to": 4, "pad_value": "x"}, TypeError, "pad_value of column 't' is 'x'; expected a"),
+        ({"nulls": {"n": 0.5}}, ValueError, r"nulls\['n'\] is 0.5, which int64 cannot hold"),
+        ({"nulls": {"text": 0}}, ValueError, "nulls has 'text', which is none of the columns th"),
+    ],
+)
+def test_fillings_that_would_not_arrive_as_they_are_are_refused(
+    options: Any, error: type[Exception], message: str
+) -> None:
+    table = {"n": [1, None], "t": [[1], [1, 2]], "text": ["x", None]}
+    features = Features(n=Value("int64"), t=list_of(Value("int8")), text=Value("string"))
+    dataset = Dataset.from_dict(table, features=features)
+    with pytest.raises(error, match=message):
+        data_group(dataset, 1, **options)
+    if "pad_to" not in options:
+        message = message.partition(", which is none")[0]
+        with pytest.raises(error, match=message):
+            iter_batches(dataset, 1, **options)
+        with pytest.raises(error, match=message):
+            iter_batches(dataset.to_iterable_dataset(), 1, **options)
+
+
+@pytest.mark.parametrize("number", [3, 6])
+def test_the_error_is_laid_to_the_row_that_does_not_fit(number: int) -> None:
+    short: Any = {"l": [1], "f": [1, 2], "a": EYE, "i": image()}
+    for name, bad in (("l", [1] * 5), ("l", None), ("f", None), ("a", None), ("i", image("L", 2))):
+        rows = [{**short, **({name: bad} if row == number else {})} for row in range(8)]
+        features = Features(
+            l=list_of(Value("int8")),
+            f=Sequence(Value("int8"), length=2),
+            a=Array2D((2, 2), "int8"),
+            i=Image(),
+        )
+        table = {key: [row[key] for row in rows] for key in short}
+        dataset = Dataset.from_dict(table, features=features).select([*range(1, 8), 0])
+        with pytest.raises(LoaderError) as caught:
+            load_group(data_group(dataset, 8, pad_to=4, image_size=(3, 4)))
+        assert caught.value.index == number - 1
+        assert f"column '{name}', row {number - 1}: " in str(caught.value)
 
 
 def test_rows_are_pickled_as_where_they_lie(tmp_path: Path) -> None:
