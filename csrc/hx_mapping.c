@@ -2,8 +2,12 @@
 #include "hx_mapping.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "hx_atomic.h"
 
@@ -11,6 +15,17 @@
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22
 #endif
+
+/* Since Linux 6.5. */
+#ifndef SYS_cachestat
+#define SYS_cachestat 451
+#endif
+struct cache_range {
+    uint64_t offset, nbytes;
+};
+struct cache_counts {
+    uint64_t cached, dirty, written_back, evicted, recently_evicted;
+};
 
 enum hx_status hx_mapping_open(int fd, uint64_t nbytes, struct hx_mapping **out)
 {
@@ -39,6 +54,53 @@ enum hx_status hx_mapping_populate(const struct hx_mapping *mapping)
         result = madvise(mapping->data, mapping->nbytes, MADV_POPULATE_READ);
     } while (result != 0 && (errno == EINTR || errno == EAGAIN));
     return result == 0 || errno == EINVAL ? HX_OK : HX_SYSTEM;
+}
+
+static int64_t nanoseconds(struct timespec time)
+{
+    return time.tv_sec * INT64_C(1000000000) + time.tv_nsec;
+}
+
+static bool is_same_file(int fd, const struct hx_file_stamp *stamp, uint64_t nbytes)
+{
+    struct stat status;
+    return fstat(fd, &status) == 0 && status.st_dev == stamp->device &&
+           status.st_ino == stamp->inode && (uint64_t)status.st_size == nbytes &&
+           nanoseconds(status.st_mtim) == stamp->modified_ns &&
+           nanoseconds(status.st_ctim) == stamp->changed_ns;
+}
+
+/* Whether all pages of a file are in memory; false also where the kernel does not tell. */
+static bool is_in_memory(int fd, uint64_t nbytes)
+{
+    const uint64_t page_nbytes = (uint64_t)sysconf(_SC_PAGESIZE);
+    struct cache_range range = {0, nbytes};
+    struct cache_counts counts;
+    return syscall(SYS_cachestat, fd, &range, &counts, 0) == 0 &&
+           counts.cached >= (nbytes + page_nbytes - 1) / page_nbytes;
+}
+
+enum hx_status hx_mapping_reopen(const char *path, const struct hx_file_stamp *stamp,
+                                 uint64_t nbytes, bool may_wait, struct hx_mapping **out)
+{
+    struct hx_mapping *mapping = NULL;
+    enum hx_status result = HX_NOTHING;
+    /* Whatever somebody may have put there, opening it must not wait. */
+    const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0)
+        return HX_NOTHING;
+    if (!is_same_file(fd, stamp, nbytes) || !(may_wait || is_in_memory(fd, nbytes)) ||
+        hx_mapping_open(fd, nbytes, &mapping) != HX_OK)
+        goto cleanup;
+    if (may_wait && hx_mapping_populate(mapping) != HX_OK) {
+        hx_mapping_release(mapping);
+        goto cleanup;
+    }
+    *out = mapping;
+    result = HX_OK;
+cleanup:
+    close(fd);
+    return result;
 }
 
 void hx_mapping_retain(struct hx_mapping *mapping)

@@ -7,6 +7,7 @@
 #define HX_MAPPING_H
 
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "hx_status.h"
@@ -23,6 +24,29 @@ struct hx_mapping {
  * Returns:   HX_OK, HX_NO_MEMORY, HX_SYSTEM.
  */
 enum hx_status hx_mapping_open(int fd, uint64_t nbytes, struct hx_mapping **out);
+
+/* What is another one once a file has been replaced or written to. */
+struct hx_file_stamp {
+    uint64_t device;
+    uint64_t inode;
+    int64_t modified_ns;
+    int64_t changed_ns;
+};
+
+/* Map all of a file that was mapped before, by name.
+ *
+ * path      borrowed
+ * stamp     borrowed; what the file had when it was known to be right
+ * nbytes    its size, at least 1
+ * may_wait  whether to read it into memory, as hx_mapping_populate() does; otherwise it has to be
+ *           there, which kernels before 6.5 do not tell
+ *
+ * GIL:       not needed; waits for the disk at most if may_wait.
+ * Ownership: as of hx_mapping_open().
+ * Returns:   HX_OK; HX_NOTHING if it is not that file any more, or cannot be had so.
+ */
+enum hx_status hx_mapping_reopen(const char *path, const struct hx_file_stamp *stamp,
+                                 uint64_t nbytes, bool may_wait, struct hx_mapping **out);
 
 /* Read the whole file into memory and into the page tables.
  *

@@ -12,6 +12,12 @@ struct mapping_object {
     uint64_t offset;                          /* where the part that is shown begins */
 };
 
+static PyObject *refuse_range(void)
+{
+    PyErr_SetString(PyExc_ValueError, "a mapping has at least one byte and starts inside");
+    return NULL;
+}
+
 static PyObject *mapping_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"fd", "nbytes", "offset", NULL};
@@ -23,8 +29,7 @@ static PyObject *mapping_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iKK", names, &fd, &nbytes, &offset))
         return NULL;
     if (nbytes == 0 || offset > nbytes || nbytes > PY_SSIZE_T_MAX) {
-        PyErr_SetString(PyExc_ValueError, "a mapping has at least one byte and starts inside");
-        return NULL;
+        return refuse_range();
     }
     self = (struct mapping_object *)allocate(type, 0);
     if (self == NULL)
@@ -35,6 +40,40 @@ static PyObject *mapping_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
         core_raise(status, "mapping a file");
         Py_CLEAR(self);
     }
+    return (PyObject *)self;
+}
+
+static PyObject *mapping_reopen(PyObject *type, PyObject *args)
+{
+    allocfunc allocate = (allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc);
+    struct mapping_object *self;
+    struct hx_mapping *mapping = NULL;
+    struct hx_file_stamp stamp;
+    unsigned long long nbytes, offset, device, inode;
+    long long modified_ns, changed_ns;
+    PyObject *path;
+    enum hx_status status;
+    int may_wait;
+    if (!PyArg_ParseTuple(args, "O&(KKLL)KKp", PyUnicode_FSConverter, &path, &device, &inode,
+                          &modified_ns, &changed_ns, &nbytes, &offset, &may_wait))
+        return NULL;
+    if (nbytes == 0 || offset > nbytes || nbytes > PY_SSIZE_T_MAX) {
+        Py_DECREF(path);
+        return refuse_range();
+    }
+    stamp = (struct hx_file_stamp){device, inode, modified_ns, changed_ns};
+    Py_BEGIN_ALLOW_THREADS status =
+        hx_mapping_reopen(PyBytes_AsString(path), &stamp, nbytes, may_wait, &mapping);
+    Py_END_ALLOW_THREADS Py_DECREF(path);
+    if (status == HX_NOTHING)
+        return Py_NewRef(Py_None);
+    self = (struct mapping_object *)allocate((PyTypeObject *)type, 0);
+    if (self == NULL) {
+        hx_mapping_release(mapping);
+        return NULL;
+    }
+    self->mapping = mapping;
+    self->offset = offset;
     return (PyObject *)self;
 }
 
@@ -101,6 +140,10 @@ static PyMethodDef mapping_methods[] = {
     {"populate", mapping_populate, METH_NOARGS,
      "populate()\n--\n\nRead the whole file into memory.\n\n"
      "Raises OSError where that fails: the disk, or a file that has become shorter."},
+    {"reopen", mapping_reopen, METH_VARARGS | METH_CLASS,
+     "reopen(path, stamp, nbytes, offset, may_wait, /)\n--\n\n"
+     "The mapping of a file by name; None if it is not the one with this stamp and size.\n\n"
+     "With may_wait it is read into memory, without it None is also what is not all there."},
     {"tensor", (PyCFunction)(void (*)(void))mapping_tensor, METH_FASTCALL,
      "tensor(offset, shape, code, bits, /)\n--\n\n"
      "One array of the part that is shown; it keeps the file mapped."},

@@ -84,7 +84,8 @@ class _Header(NamedTuple):
 class _Known(NamedTuple):
     """A file that is known to be right."""
 
-    stamp: tuple[int, ...]  # changes when the file does
+    stamp: tuple[int, int, int, int]  # changes when the file does
+    nbytes: int
     header: _Header
 
 
@@ -92,7 +93,7 @@ class CachedBatch(NamedTuple):
     """A batch as it lies in its file.
 
     Attributes:
-        mapping: Memory that the arrays lie in, at the layouts' offsets.
+        mapping: Memory that the arrays lie in, at the layouts' offsets, and what else is behind.
         additional: Key to one value per item, or None.
     """
 
@@ -183,6 +184,7 @@ class CacheFolder:
         is_readonly: bool,
     ) -> None:
         self.path = path
+        self._prefix = os.path.join(path, "")
         self._descriptor = {"format": _FORMAT, "version": _VERSION, **facts}
         self._layouts = layouts
         self._batch_size = next(iter(layouts.values())).shape[0]
@@ -254,7 +256,7 @@ class CacheFolder:
 
     def path_of(self, key: Key) -> str:
         """Path of a batch's file."""
-        return os.path.join(self.path, key.file_name)
+        return self._prefix + key.file_name
 
     def has(self, key: Key) -> bool:
         """Whether a batch has a file, or had a good one; read() finds out about it."""
@@ -275,12 +277,33 @@ class CacheFolder:
         """
         path = self.path_of(key)
         try:
-            return self._read(path, key, item_count)
+            found = self._reopen(path, key, may_wait=True)
+            if found is None:
+                known, mapping = self._verify(path, key, item_count)
+                self._verified[key] = known
+                found = CachedBatch(mapping, self._additional(path, mapping, known.header))
         except DamagedFileError:
             self._verified.pop(key, None)
             raise
+        return found
 
-    def _read(self, path: str, key: Key, item_count: int | None) -> CachedBatch:
+    def read_now(self, key: Key) -> CachedBatch | None:
+        """What read() returns, if all of the file is known to be right and in memory already."""
+        try:
+            return self._reopen(self.path_of(key), key, may_wait=False)
+        except DamagedFileError:
+            return None
+
+    def _reopen(self, path: str, key: Key, *, may_wait: bool) -> CachedBatch | None:
+        known = self._verified.get(key)
+        if known is None:
+            return None
+        mapping = _core.Mapping.reopen(path, known.stamp, known.nbytes, _HEADER_NBYTES, may_wait)
+        if mapping is None:
+            return None
+        return CachedBatch(mapping, self._additional(path, mapping, known.header))
+
+    def _verify(self, path: str, key: Key, item_count: int | None) -> tuple[_Known, _core.Mapping]:
         try:
             # Whatever somebody may have put there, opening it must not wait.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -289,38 +312,36 @@ class CacheFolder:
         except OSError as error:
             raise DamagedFileError(path, f"it cannot be opened: {error.strerror}") from error
         try:
-            return self._read_open(fd, path, key, item_count)
+            return self._verify_open(fd, path, key, item_count)
         except OSError as error:
             raise DamagedFileError(path, f"it cannot be read: {error.strerror}") from error
         finally:
             os.close(fd)
 
-    def _read_open(self, fd: int, path: str, key: Key, item_count: int | None) -> CachedBatch:
+    def _verify_open(
+        self, fd: int, path: str, key: Key, item_count: int | None
+    ) -> tuple[_Known, _core.Mapping]:
         status = os.fstat(fd)
-        stamp = _stamp(status)
-        known = self._verified.get(key)
-        if known is not None and known.stamp == stamp:
-            header = known.header
-        else:
-            known = None
-            if not stat.S_ISREG(status.st_mode):
-                raise DamagedFileError(path, "it is no plain file")
-            header = _parse_header(path, os.pread(fd, _HEADER_NBYTES, 0))
-            self._check_header(path, header, key, item_count, status.st_size)
-        mapping = _core.Mapping(fd, _HEADER_NBYTES + header.arrays_nbytes, _HEADER_NBYTES)
+        if not stat.S_ISREG(status.st_mode):
+            raise DamagedFileError(path, "it is no plain file")
+        header = _parse_header(path, os.pread(fd, _HEADER_NBYTES, 0))
+        self._check_header(path, header, key, item_count, status.st_size)
+        mapping = _core.Mapping(fd, status.st_size, _HEADER_NBYTES)
         mapping.populate()
-        if known is None:
-            parts = _parts(memoryview(mapping), self._layouts, header.item_count)
-            if _checksum(parts) != header.arrays_check:
-                raise DamagedFileError(path, "the checksum of its arrays is wrong")
-            self._verified[key] = _Known(stamp, header)
-        if header.additional_nbytes == 0:
-            return CachedBatch(mapping, None)
-        additional = os.pread(fd, header.additional_nbytes, _HEADER_NBYTES + header.arrays_nbytes)
-        if _core.checksum(additional, 0) != header.additional_check:
+        memory = memoryview(mapping)
+        if _checksum(_parts(memory, self._layouts, header.item_count)) != header.arrays_check:
+            raise DamagedFileError(path, "the checksum of its arrays is wrong")
+        if _core.checksum(memory[self._arrays_nbytes :], 0) != header.additional_check:
             raise DamagedFileError(path, "the checksum of its additional results is wrong")
+        return _Known(_stamp(status), status.st_size, header), mapping
+
+    def _additional(
+        self, path: str, mapping: _core.Mapping, header: _Header
+    ) -> dict[str, list[Any]] | None:
+        if header.additional_nbytes == 0:
+            return None
         try:
-            return CachedBatch(mapping, decode_additional(additional))
+            return decode_additional(bytes(memoryview(mapping)[self._arrays_nbytes :]))
         except ValueError as error:
             raise DamagedFileError(path, str(error)) from error
 
@@ -395,7 +416,9 @@ class CacheFolder:
                 with contextlib.suppress(FileNotFoundError):
                     os.rename(file.path, self.path_of(file.key))
                     saved.append(file.key)
-                    self._verified[file.key] = _Known(_stamp(os.fstat(file.fd)), file.header)
+                    self._verified[file.key] = _Known(
+                        _stamp(os.fstat(file.fd)), file.nbytes, file.header
+                    )
                 os.close(left.pop(0).fd)
             _sync_folder(self.path)
         finally:
@@ -473,7 +496,7 @@ def stale_files(folder: str) -> Iterator[str]:
             os.close(fd)
 
 
-def _stamp(status: os.stat_result) -> tuple[int, ...]:
+def _stamp(status: os.stat_result) -> tuple[int, int, int, int]:
     """What is another one once a file has been replaced or written to."""
     return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 

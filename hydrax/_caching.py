@@ -181,7 +181,7 @@ class Caching:
         self._timeout_s = timeout_s
         self._reader = CacheReader(cacher_count)
         self._writer = CacheWriter(self._depth)
-        self._reading: dict[int, ReadTask] = {}  # planned, by serial number
+        self._reading: dict[int, ReadTask] = {}  # planned, by serial number, in order
         self._loading: set[Hashable] = set()  # keys of batches that workers are to load
         self._offered: Hashable = None  # of the batch that the user may be about to cache
         self._damaged: set[Hashable] = set()
@@ -260,19 +260,15 @@ class Caching:
                 )
 
     def take(
-        self, planned: PlannedBatch, pending: Iterable[PlannedBatch], check: Callable[[], None]
+        self, planned: PlannedBatch, check: Callable[[], None]
     ) -> CachedBatch | CacheMissingError | None:
         """The content of a batch that is read; None if it has to be loaded after all.
 
         Args:
             planned: The batch.
-            pending: All batches that are planned, of which the next ones are read ahead.
             check: Called while this waits; raises if it is to end.
         """
-        ahead = islice(filter(self.is_read, pending), self._depth)
-        self._reader.read_ahead(
-            (entry.plan.serial, self._reading[entry.plan.serial]) for entry in ahead
-        )
+        self._reader.read_ahead(islice(self._reading.items(), self._depth))
         end = None if self._timeout_s is None else time.monotonic() + self._timeout_s
 
         def check_all() -> None:

@@ -119,6 +119,16 @@ class Lease:
 @final
 class Mapping:
     def __new__(cls, fd: int, nbytes: int, offset: int) -> Mapping: ...
+    @classmethod
+    def reopen(
+        cls,
+        path: str,
+        stamp: tuple[int, int, int, int],
+        nbytes: int,
+        offset: int,
+        may_wait: bool,
+        /,
+    ) -> Mapping | None: ...
     def __buffer__(self, flags: int, /) -> memoryview[int]: ...
     def populate(self) -> None: ...
     def tensor(self, offset: int, shape: tuple[int, ...], code: int, bits: int, /) -> Tensor: ...

@@ -52,8 +52,8 @@ class Dataloader(Generic[D]):
         loader_count: Loader processes. 0 loads in the main process, the same batches with the same
             seeds, for debugging and breakpoints.
         loader_nice: Added to the niceness of the loader processes.
-        cacher_count: Threads that read ahead in the disk cache. 0 reads each batch when it is asked
-            for.
+        cacher_count: Threads that read ahead in the disk cache what is not in memory, or not yet
+            verified. 0 reads each batch when it is asked for.
         start_at: ``(epoch, batches)`` to skip before the first batch. The batches may be more than
             an epoch has.
         end_at: ``("epoch" | "batch", n)``: end after n epochs or training batches, counted from the

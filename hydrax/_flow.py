@@ -410,7 +410,7 @@ class Flow:
                 if lease is not None or other is None:
                     return lease
                 planned = other
-            content = caching.take(planned, pending, self._check_interrupted)
+            content = caching.take(planned, self._check_interrupted)
             if content is None:
                 loading = self._load_after_all(loading, caching, planned)
                 continue

@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import pickle
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -724,6 +725,64 @@ def test_a_mapping_refuses_what_lies_outside(tmp_path):
         fresh = _core.Mapping(file.fileno(), 200, 0)
     with pytest.raises(OSError, match="Bad address"):  # not a bus error
         fresh.populate()
+
+
+@pytest.mark.sanitize
+def test_a_mapping_is_opened_again_only_if_the_file_is_the_same(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(200)))
+    status = path.stat()
+    stamp = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+    for may_wait in (True, False):
+        mapping = _core.Mapping.reopen(str(path), stamp, 200, 64, may_wait)
+        if mapping is None:
+            assert not may_wait  # a kernel or a file system that does not tell what is in memory
+        else:
+            assert bytes(mapping) == bytes(range(64, 200))
+        assert _core.Mapping.reopen(str(path), stamp, 199, 64, may_wait) is None
+        assert _core.Mapping.reopen(f"{path}x", stamp, 200, 64, may_wait) is None
+        for part in range(4):
+            other = (*stamp[:part], stamp[part] + 1, *stamp[part + 1 :])
+            assert _core.Mapping.reopen(str(path), other, 200, 64, may_wait) is None
+    for nbytes, offset in ((0, 0), (10, 11)):
+        with pytest.raises(ValueError, match="mapping"):
+            _core.Mapping.reopen(str(path), stamp, nbytes, offset, True)
+    with pytest.raises(TypeError):
+        _core.Mapping.reopen(str(path), stamp[:3], 200, 64, True)
+
+
+def evict(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def is_told_in_memory(path: Path) -> bool:
+    status = path.stat()
+    stamp = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+    return _core.Mapping.reopen(str(path), stamp, status.st_size, 0, False) is not None
+
+
+def reading_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "hydrax-cache-read"]
+
+
+def test_a_thread_reads_ahead_what_is_not_in_memory_and_nothing_else(load, tmp_path):
+    group = numbers(tmp_path, count=30, shuffle_later="repeat")
+    with Dataloader(load, group, end_at=("epoch", 3)) as dataloader:
+        expected = [batch[3] for batch in run(dataloader, 10)]
+        assert [batch[3] for batch in run(dataloader, 10)] == expected
+        files = [tmp_path / "cache" / name for name in cache_files(tmp_path)]
+        if not all(map(is_told_in_memory, files)):
+            pytest.skip("this machine does not tell what of a file is in memory")
+        assert not reading_threads()
+        for path in files:
+            evict(path)
+        if all(map(is_told_in_memory, files)):  # those that are mapped ahead stay
+            pytest.skip("this file system keeps its files in memory")
+        assert [batch[3] for batch in run(dataloader)] == expected
+        assert reading_threads()
+    assert load.taken() == Counter(range(30))
 
 
 def test_the_program_shows_checks_and_clears(load, tmp_path, capsys):
