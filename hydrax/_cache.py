@@ -40,6 +40,9 @@ DESCRIPTOR_NAME = "cache.json"
 BATCH_SUFFIX = ".batch"
 TEMPORARY_SUFFIX = ".tmp"
 
+# More than a descriptor has; there may be anything under its name.
+_DESCRIPTOR_NBYTES = 2**24
+
 _FORMAT = "hydrax-cache"
 _VERSION = 1
 _MAGIC = b"HXBATCH\0"
@@ -183,8 +186,8 @@ class CacheFolder:
         *,
         is_readonly: bool,
     ) -> None:
-        self.path = path
-        self._prefix = os.path.join(path, "")
+        self.path = os.path.abspath(path)  # whatever the working directory becomes
+        self._prefix = os.path.join(self.path, "")
         self._descriptor = {"format": _FORMAT, "version": _VERSION, **facts}
         self._layouts = layouts
         self._batch_size = next(iter(layouts.values())).shape[0]
@@ -208,13 +211,12 @@ class CacheFolder:
             OSError: The folder cannot be made, read or written.
         """
         path = os.path.join(self.path, DESCRIPTOR_NAME)
-        try:
+        found = None
+        with contextlib.suppress(FileNotFoundError):
             found = read_descriptor(self.path)
-        except FileNotFoundError:
+        if found is None:
             if self._is_readonly:
-                raise CacheMissingError(
-                    f"there is no cache to read from in {self.path!r}", path
-                ) from None
+                raise CacheMissingError(f"there is no cache to read from in {self.path!r}", path)
             self._make_descriptor(path)
             found = read_descriptor(self.path)  # another job may have been quicker
         wanted = json.loads(json.dumps(self._descriptor))
@@ -451,7 +453,7 @@ def read_descriptor(folder: str) -> dict[str, Any]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as file:
-            found = json.loads(file.read())
+            found = json.loads(file.read(_DESCRIPTOR_NBYTES))
     except (ValueError, RecursionError) as error:
         raise CacheError(f"the descriptor {path!r} of a cache cannot be read: {error}") from error
     if not isinstance(found, dict) or found.get("format") != _FORMAT:

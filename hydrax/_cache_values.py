@@ -18,6 +18,16 @@ __all__ = ["decode_additional", "encode_additional"]
 
 _HEAD = struct.Struct("<Q")  # bytes of the JSON text
 _TAG = "$"  # key of an object that stands for something that JSON has not
+# What bytes that are not those of encode_additional() make of decoding them.
+_ERRORS = (
+    struct.error,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 _KINDS = "biufcSUMm"  # kinds of dtypes that bytes say everything about
 
 
@@ -123,7 +133,7 @@ def decode_additional(data: bytes) -> dict[str, list[Any]] | None:
         start = _HEAD.size + length
         tree = json.loads(data[_HEAD.size : start].decode("utf-8", "surrogatepass"))
         decoded = {key: [_decode(entry, data, start) for entry in tree[key]] for key in tree}
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except _ERRORS as error:
         raise ValueError(f"additional results cannot be read: {error}") from error
     return decoded
 

@@ -191,7 +191,9 @@ def _print_cleared(folder: str) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program; returns its exit status: 0, or 1 where something is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m hydrax.cache", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m hydrax.cache", description="Look after the folder of a disk cache."
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, run, text in (
         ("verify", _print_damaged, "read everything; list damaged files, and exit with 1 for any"),

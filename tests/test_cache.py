@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import json
 import os
 import pickle
+import struct
 import threading
 from collections import Counter
 from pathlib import Path
@@ -670,6 +672,28 @@ def test_damaged_additional_results_are_refused_or_read_never_run(junk, position
     for data in (junk, bytes(encoded)):
         with contextlib.suppress(ValueError):
             decode_additional(data)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        *([1], [[]], {"k": 3}, {"k": [{"$": "code"}]}, {"k": [{"$": "tuple"}]}),
+        {"k": [{"$": "bytes", "at": 64, "nbytes": 1}]},
+        *(
+            {"k": [{"$": "array", "at": 0, "dtype": dtype, "shape": shape}]}
+            for dtype, shape in [
+                *(("O", [1]), ("i4,O", [1]), ({"names": ["a"], "formats": ["O"]}, [1])),
+                *(("i1", [-1]), ("i1", [-1, -1]), ("i1", [2**40]), ("U0", [2**62, 4])),
+                *(("i1", [0, 10**30]), ("i1", ["a"]), ("V1", [1])),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_forged_additional_results_are_refused(tree):
+    text = json.dumps(tree).encode()
+    with pytest.raises(ValueError, match="additional results"):
+        decode_additional(struct.pack("<Q", len(text)) + text + bytes(64))
 
 
 def test_a_pickle_in_a_cache_is_damage(tmp_path):

@@ -306,6 +306,13 @@ def test_what_is_no_plain_file_is_reported_and_never_waited_for(load, tmp_path, 
     assert caplog.text.count("it is no plain file") == 2
 
 
+def test_a_descriptor_without_an_end_is_not_read_to_its_end(tmp_path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "cache.json").symlink_to("/dev/zero")
+    with pytest.raises(CacheError, match=r"cache\.json"):
+        caches.info(tmp_path / "cache")
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "other"}', "[" * 100_000, "\xff"])
 def test_a_damaged_descriptor_is_an_error_that_names_it(load, tmp_path, text):
     group = make_group(tmp_path)
@@ -336,6 +343,19 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_the_start(load, tmp_path):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(OSError, match="cache"), Dataloader(load, make_group(tmp_path)):
         pass
+
+
+def test_a_relative_location_stays_where_it_was_when_the_working_directory_changes(
+    load, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    group = make_group(Path(), cache_location="cache/")
+    with Dataloader(load, group, end_at=("epoch", 2)) as dataloader:
+        assert is_right(next(dataloader))
+        monkeypatch.chdir("/")
+        assert sum(map(is_right, dataloader)) == 2 * BATCHES - 1
+    assert load.taken() == list(range(BATCHES))
+    assert len(list((tmp_path / "cache").iterdir())) == BATCHES + 1
 
 
 def test_a_run_that_is_broken_off_keeps_what_it_has_saved(load, tmp_path):
