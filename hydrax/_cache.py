@@ -89,7 +89,6 @@ class _Known(NamedTuple):
 
     stamp: tuple[int, int, int, int]  # changes when the file does
     nbytes: int
-    header: _Header
 
 
 class CachedBatch(NamedTuple):
@@ -127,14 +126,12 @@ class PendingFile:
         path: The name that it has until then.
         fd: Open descriptor, which holds the lock that tells others that the file is in use.
         nbytes: Its size.
-        header: What its header says.
     """
 
     key: Key
     path: str
     fd: int
     nbytes: int
-    header: _Header
 
     def abandon(self) -> None:
         """Remove the file."""
@@ -194,7 +191,6 @@ class CacheFolder:
         self._arrays_nbytes = _arrays_nbytes(layouts)
         self._is_readonly = is_readonly
         self._identity = _identity(self._descriptor)
-        # Files whose headers and arrays are known to be right.
         self._verified: dict[Key, _Known] = {}
 
     @property
@@ -283,7 +279,7 @@ class CacheFolder:
             if found is None:
                 known, mapping = self._verify(path, key, item_count)
                 self._verified[key] = known
-                found = CachedBatch(mapping, self._additional(path, mapping, known.header))
+                found = CachedBatch(mapping, self._additional(path, mapping))
         except DamagedFileError:
             self._verified.pop(key, None)
             raise
@@ -303,7 +299,7 @@ class CacheFolder:
         mapping = _core.Mapping.reopen(path, known.stamp, known.nbytes, _HEADER_NBYTES, may_wait)
         if mapping is None:
             return None
-        return CachedBatch(mapping, self._additional(path, mapping, known.header))
+        return CachedBatch(mapping, self._additional(path, mapping))
 
     def _verify(self, path: str, key: Key, item_count: int | None) -> tuple[_Known, _core.Mapping]:
         try:
@@ -335,13 +331,9 @@ class CacheFolder:
             raise DamagedFileError(path, "the checksum of its arrays is wrong")
         if _core.checksum(memory[self._arrays_nbytes :], 0) != header.additional_check:
             raise DamagedFileError(path, "the checksum of its additional results is wrong")
-        return _Known(_stamp(status), status.st_size, header), mapping
+        return _Known(_stamp(status), status.st_size), mapping
 
-    def _additional(
-        self, path: str, mapping: _core.Mapping, header: _Header
-    ) -> dict[str, list[Any]] | None:
-        if header.additional_nbytes == 0:
-            return None
+    def _additional(self, path: str, mapping: _core.Mapping) -> dict[str, list[Any]] | None:
         try:
             return decode_additional(bytes(memoryview(mapping)[self._arrays_nbytes :]))
         except ValueError as error:
@@ -387,7 +379,7 @@ class CacheFolder:
         packed += _CHECK.pack(_core.checksum(packed, 0))
         nbytes = _HEADER_NBYTES + self._arrays_nbytes + len(additional)
         path = os.path.join(self.path, f"{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
-        pending = PendingFile(key, path, _create(path), nbytes, header)
+        pending = PendingFile(key, path, _create(path), nbytes)
         try:
             os.ftruncate(pending.fd, nbytes)
             _write_all(pending.fd, packed, 0)
@@ -418,9 +410,7 @@ class CacheFolder:
                 with contextlib.suppress(FileNotFoundError):
                     os.rename(file.path, self.path_of(file.key))
                     saved.append(file.key)
-                    self._verified[file.key] = _Known(
-                        _stamp(os.fstat(file.fd)), file.nbytes, file.header
-                    )
+                    self._verified[file.key] = _Known(_stamp(os.fstat(file.fd)), file.nbytes)
                 os.close(left.pop(0).fd)
             _sync_folder(self.path)
         finally:

@@ -138,6 +138,14 @@ def _facts(
 ) -> dict[str, Any]:
     """What decides the content of a group's cache, as JSON values under names for messages."""
     fingerprint = group.cache_fingerprint
+    sample = None if fingerprint is not None else sample_fingerprint(group.data)
+    if fingerprint is None and sample is None:
+        logger.warning(
+            "the descriptors of the data say nothing that lasts, so the disk cache in %r cannot be "
+            "told from one of other data of the same length; give the DataGroup a "
+            "cache_fingerprint, and change it with the data",
+            group.cache_location,
+        )
     return {
         "made by": "Batch.cache" if group.is_cache_user_made else "the loader function",
         "kind": "validation" if is_validation else "training",
@@ -152,7 +160,7 @@ def _facts(
             [name, list(layout.shape[1:]), layout.dtype.name] for name, layout in layouts.items()
         ],
         "cache_fingerprint": fingerprint,
-        "sample of the data": None if fingerprint is not None else sample_fingerprint(group.data),
+        "sample of the data": sample,
     }
 
 

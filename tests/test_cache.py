@@ -565,6 +565,32 @@ def test_a_sample_of_the_data_tells_data_sets_apart():
     assert sample_fingerprint([Thing()]) is sample_fingerprint([np.array([Thing()])]) is None
 
 
+def test_data_that_no_sample_tells_apart_are_said_to_need_a_fingerprint(load, tmp_path, caplog):
+    class Plain:
+        def __init__(self, number):
+            self.number = number
+
+    def load_plain(thing, arrays, seed):
+        return load(getattr(thing, "number", thing), arrays, seed)
+
+    for data, fingerprint in (
+        ([Plain(number) for number in range(12)], None),
+        ([Plain(number) for number in range(12)], "things"),
+        (range(12), None),
+    ):
+        caplog.clear()
+        group = DataGroup(
+            3,
+            data,
+            loader_arrays=SPECS,
+            cache_location=tmp_path / f"{type(data).__name__}{fingerprint}",
+            cache_fingerprint=fingerprint,
+        )
+        assert len(run_all(load_plain, group, end_at=("epoch", 1))) == 4
+        is_said = "give the DataGroup a cache_fingerprint" in caplog.text
+        assert is_said == (fingerprint is None and data != range(12))
+
+
 def test_a_readonly_cache_is_read_and_never_written(load, tmp_path):
     group = numbers(tmp_path)
     expected = run_all(load, group)
