@@ -19,11 +19,22 @@ from typing import Any, cast
 
 import numpy as np
 
-__all__ = ["H5Rows", "ZarrRows", "as_sequence", "dumps", "items_of", "take", "take_array"]
+__all__ = [
+    "H5Rows",
+    "ZarrRows",
+    "as_sequence",
+    "dumps",
+    "items_of",
+    "refuse_fork",
+    "take",
+    "take_array",
+]
 
 _CONTAINER_LOOK = 32
 """So many elements of a container are looked at for open files."""
 _DEPTH = 4
+_THREADED = frozenset(("array_record", "tensorflow_datasets"))
+"""Libraries whose sources start threads in native code, and are pickled as what they read."""
 
 
 def as_sequence(data: Any) -> Sequence[Any]:
@@ -59,6 +70,20 @@ def as_sequence(data: Any) -> Sequence[Any]:
     if isinstance(data, Iterable):
         return list(data)
     raise TypeError(f"data is {name}; expected a sequence or a finite iterable")
+
+
+def refuse_fork(data: Any) -> None:
+    """Refuse what may crash in a process that is forked after it has been read from.
+
+    Raises:
+        ValueError: It is a source of array_record, as Grain and TFDS have them.
+    """
+    for base in type(data).__mro__:
+        if base.__module__.partition(".")[0] in _THREADED:
+            raise ValueError(
+                f"data is {base.__module__}.{base.__name__}, which reads with threads of native "
+                "code that do not survive a fork; use start_method='forkserver' or 'spawn'"
+            )
 
 
 def take(data: Sequence[Any], indices: Sequence[int]) -> Sequence[Any]:

@@ -21,6 +21,7 @@ from hydrax._item_loader import LoadGroup, LoadJob
 from hydrax._memory import available_nbytes, format_nbytes
 from hydrax._mixing import EpochEnd, check_epoch_end, check_weights
 from hydrax._schedule import GroupOrder, Schedule, Validation
+from hydrax._sequences import refuse_fork
 from hydrax._specs import ArrayLayout, lay_out, placed_specs
 from hydrax._workers import StartMethod
 from hydrax.errors import ArenaMemoryError, LoaderError
@@ -202,8 +203,12 @@ def make_setup(
         on_error == "skip_item",
     )
     packed_job: bytes | None = None
-    if start_method != "fork" and loader_count > 0:
-        packed_job = _spawned.pack_job(job)
+    if loader_count > 0:
+        if start_method == "fork":
+            for group in groups:
+                refuse_fork(group.data)
+        else:
+            packed_job = _spawned.pack_job(job)
     check_memory(depth, depth * slot_nbytes)
     setup = Setup(
         training=training_groups,

@@ -235,6 +235,33 @@ def test_grain_sources_load() -> None:
     check_loading(grain.MapDataset.source(ROWS).map(lambda row: row + 0), batched=True)
 
 
+def load_record(record: bytes, arrays: Any, seed: Any) -> None:
+    arrays["x"][:] = np.frombuffer(record, np.int32)
+
+
+def test_sources_of_array_record_are_refused_where_they_would_crash_and_load_elsewhere(
+    tmp_path: Path,
+) -> None:
+    grain = pytest.importorskip("grain", reason="Grain is not installed")
+    module = pytest.importorskip("array_record.python.array_record_module")
+    path = str(tmp_path / "rows.array_record")
+    writer = module.ArrayRecordWriter(path, "group_size:1")
+    for row in ROWS:
+        writer.write(row.tobytes())
+    writer.close()
+    source = grain.sources.ArrayRecordDataSource(path)
+    assert source[3] == ROWS[3].tobytes()  # threads of native code have started in this process
+    group = DataGroup(32, source, loader_arrays=ARRAYS, remainder="short")
+    with pytest.raises(
+        ValueError, match=r"data is array_record\..*; use start_method='forkserver'"
+    ):
+        Dataloader(load_record, group)
+    for options in ({"loader_count": 0}, {"start_method": "forkserver"}):
+        with Dataloader(load_record, group, end_at=("epoch", 1), **options) as batches:
+            rows = [row for batch in batches for row in batch.arrays["x"].tolist()]
+        assert rows == ROWS.tolist()
+
+
 def test_torch_data_sets_load() -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
