@@ -107,6 +107,25 @@ class TestArrayLoader:
         rows = table_of(epoch(loader := ArrayLoader(x=given), loader.group(5)), "x")
         np.testing.assert_array_equal([rows[i] for i in range(20)], x)
 
+    def test_arrays_come_in_a_dict_too(self):
+        loader = ArrayLoader({"x": np.arange(4), "a b": np.arange(4) * 2}, y=np.zeros(4))
+        (batch,) = epoch(loader, loader.group(4))
+        assert list(batch.arrays) == ["x", "a b", "y"]
+        assert batch.arrays["a b"].tolist() == [0, 2, 4, 6]
+
+    @pytest.mark.parametrize(
+        ("items", "words"),
+        [
+            (np.array([True] * 4), r"array of bool .*; np\.flatnonzero\(mask\)"),
+            ([True, False], "array of bool"),
+            ([0.5], "array of float64 .*; expected integers"),
+            ([[0, 1]], r"shape \(1, 2\)"),
+        ],
+    )
+    def test_items_that_are_no_positions_are_refused(self, items, words):
+        with pytest.raises(TypeError, match=words):
+            ArrayLoader(x=np.arange(4)).group(1, items=items)
+
     def test_items_and_dtypes_can_be_chosen(self):
         loader = ArrayLoader(x=np.arange(10, dtype=np.uint8))
         group = loader.group(2, items=(9, 3, 3, 0), jax_dtypes={"x": jnp.bfloat16})
@@ -135,6 +154,7 @@ class TestArrayLoader:
             ({"x": np.float32(1)}, TypeError, "x is float32"),
             ({"x": np.zeros(())}, TypeError, "single number"),
             ({"x": "text"}, TypeError, "x is str"),
+            ({"x": np.ma.masked_array([1, 2], [0, 1])}, TypeError, "x is a masked array"),
         ],
     )
     def test_what_are_no_arrays_of_rows_is_refused(self, arrays, error, words):
@@ -369,6 +389,50 @@ class TestImageFolder:
         with pytest.raises(FileNotFoundError):
             ImageFolder(tmp_path / "missing", 8)
 
+    @pytest.mark.parametrize(
+        ("options", "error", "words"),
+        [
+            ({"size": (1, 2, 3)}, ValueError, r"size is \(1, 2, 3\); expected \(height, width\)"),
+            ({"size": "8"}, TypeError, "the height of size is '8'"),
+            ({"classes": "cat"}, ValueError, "classes is 'cat'; expected names"),
+            ({"classes": ["cat", "dog", "cat"]}, ValueError, "expected names, each once"),
+            ({"coefs": Coefs.FRACTIONAL, "dtype": np.uint8}, TypeError, "coefs give fractions"),
+            ({"coefs": Coefs.IMAGENET_SRGB, "mode": "L"}, ValueError, "coefs are for 3 channels"),
+            ({"mode": "CMYK"}, ValueError, "mode is 'CMYK'"),
+        ],
+    )
+    def test_what_cannot_be_is_refused_when_the_loader_is_made(self, root, options, error, words):
+        with pytest.raises(error, match=words):
+            ImageFolder(root, **({"size": 8} | options))
+
+    @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA"])
+    def test_files_of_all_modes_go_into_one_batch(self, tmp_path, mode):
+        whole = np.random.default_rng(0).integers(0, 256, (24, 30, 3), np.uint8)
+        (tmp_path / "c").mkdir()
+        for number, kind in enumerate(("RGB", "L", "LA", "RGBA", "P", "1", "CMYK")):
+            name = f"c/{number}.tif" if kind == "CMYK" else f"c/{number}.png"
+            Image.fromarray(whole).convert(kind).save(tmp_path / name)
+        Image.fromarray(whole[:, :, 0].astype(np.uint16) * 257).save(tmp_path / "c/7.png")
+        (batch,) = epoch(loader := ImageFolder(tmp_path, 12, mode=mode), loader.group(8))
+        images = np.asarray(batch.arrays["image"])
+        assert images.shape == (8, 12, 12, len(mode))
+        colours = images[..., :3].reshape(8, -1).mean(axis=1)
+        assert (np.abs(colours - 127) < 6).all()
+        if mode == "RGBA":
+            assert (images[..., 3] == 255).all()
+
+    def test_broken_images_can_be_skipped(self, root):
+        (root / "cat/broken.jpg").write_bytes((root / "cat/deep/c.jpg").read_bytes()[:300])
+        (root / "dog/empty.png").touch()
+        (root / "dog/._a.png").write_bytes(b"a file of another system beside the image")
+        loader = ImageFolder(root, 8)
+        assert loader.paths == [
+            *("cat/broken.jpg", "cat/deep/c.jpg", "dog/a.png", "dog/b.PNG", "dog/empty.png")
+        ]
+        (batch,) = epoch(loader, loader.group(5), on_error="skip_item")
+        assert batch.mask.tolist() == [False, True, True, True, False]
+        assert [type(error.__cause__) for error in batch.skipped.values()] == [ImageError] * 2
+
     def test_an_image_that_cannot_be_read_is_an_error_that_names_it(self, root):
         (root / "cat/broken.jpg").write_bytes(b"not at all")
         loader = ImageFolder(root, 8)
@@ -471,8 +535,14 @@ class TestParquetLoader:
     def test_files_that_do_not_go_together_are_refused(self, tmp_path, paths):
         other = tmp_path / "other.parquet"
         pq.write_table(pa.table({"id": [1.5]}), other)
-        with pytest.raises(ValueError, match=r"other\.parquet are not those of"):
+        with pytest.raises(ValueError, match=r"'id' is double in .*other\.parquet, and int32 in"):
             ParquetLoader([paths[0], other], columns=["id"])
+        with pytest.raises(
+            ValueError, match=r"other\.parquet has the columns \['id'\], and .*small"
+        ):
+            ParquetLoader([paths[0], other])
+        with pytest.raises(TypeError, match="columns is 'id'; expected a list of names"):
+            ParquetLoader(other, columns="id")
         with pytest.raises(KeyError, match="no column 'x'"):
             ParquetLoader(other, columns=["x"])
         pq.write_table(pa.table({"id": pa.array([], pa.int32())}), other)
@@ -480,6 +550,34 @@ class TestParquetLoader:
             ParquetLoader(other)
         with pytest.raises(ValueError, match="no paths"):
             ParquetLoader([])
+
+    def test_files_may_have_their_columns_in_another_order_and_text_in_another_type(self, tmp_path):
+        one, other = tmp_path / "1.parquet", tmp_path / "2.parquet"
+        pq.write_table(pa.table({"a": [1], "b": [2.5], "t": pa.array(["x"], pa.string())}), one)
+        text = pa.array(["y", "z"], pa.large_string())
+        pq.write_table(pa.table({"t": text, "b": [3.5, 4.5], "a": [7, 8]}), other)
+        (batch,) = epoch(loader := ParquetLoader([one, other]), loader.group(3))
+        assert list(batch.arrays) == ["a", "b"]
+        assert batch.arrays["a"].tolist() == [1, 7, 8]
+        assert batch.arrays["b"].tolist() == [2.5, 3.5, 4.5]
+        assert batch.additional["t"] == ["x", "y", "z"]
+
+    def test_a_file_that_cannot_be_read_is_named_with_a_row_of_it(self, tmp_path, paths):
+        bad = tmp_path / "bad.parquet"
+        bad.write_bytes(b"PAR1 and no more")
+        with pytest.raises(ValueError, match=r"bad\.parquet is no Parquet file: "):
+            ParquetLoader([paths[0], bad])
+        content = bytearray(paths[1].read_bytes())
+        offset = pq.read_metadata(paths[1]).row_group(2).column(0).data_page_offset
+        content[offset : offset + 64] = b"\xff" * 64
+        bad.write_bytes(content)
+        loader = ParquetLoader([paths[0], bad], columns=["id"])
+        with pytest.raises(LoaderError, match=r"in row group 2 of .*bad\.parquet: ") as caught:
+            epoch(loader, loader.group(1000))
+        assert caught.value.index == 370 + 2 * 64
+        with pytest.raises(ValueError, match="has several columns 'x'"):
+            pq.write_table(pa.table([pa.array([1]), pa.array([2])], names=["x", "x"]), bad)
+            ParquetLoader(bad)
 
 
 def test_arrays_and_tokens_need_neither_pillow_nor_pyarrow():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,8 @@ class ArrayLoader(ReadyLoader):
     Rows are gathered in runs, without a Python object per row.
 
     Args:
-        **arrays: Array name to array. Lists and jax.Arrays become NumPy arrays.
+        arrays: Array name to array; as keyword arguments, too. Lists and jax.Arrays become NumPy
+            arrays.
 
     Raises:
         TypeError: Something is no array, or has no rows.
@@ -38,10 +41,15 @@ class ArrayLoader(ReadyLoader):
         True [4, 5]
     """
 
-    def __init__(self, **arrays: npt.ArrayLike) -> None:
-        if not arrays:
+    def __init__(
+        self, arrays: Mapping[str, npt.ArrayLike] | None = None, /, **named: npt.ArrayLike
+    ) -> None:
+        if not isinstance(arrays, (Mapping, NoneType)):
+            raise TypeError("arrays have names; give a dict, or ArrayLoader(x=..., y=...)")
+        named = {**(arrays or {}), **named}
+        if not named:
             raise ValueError("there are no arrays; give them by name, ArrayLoader(x=..., y=...)")
-        self._sources = {name: Source(_as_array(name, array)) for name, array in arrays.items()}
+        self._sources = {name: Source(_as_array(name, array)) for name, array in named.items()}
         counts = {name: len(source.array) for name, source in self._sources.items()}
         if len(set(counts.values())) > 1:
             raise ValueError(f"the arrays have different numbers of rows: {counts}")
@@ -73,6 +81,8 @@ def gather(source: npt.NDArray[Any], rows: npt.NDArray[Any], target: npt.NDArray
 
 def _as_array(name: str, value: Any) -> npt.NDArray[Any]:
     is_plain = isinstance(value, (list, tuple)) or type(value).__module__.startswith("jax")
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array, whose mask would be lost; give filled() ones")
     array = np.asarray(value) if is_plain else value
     if not isinstance(array, np.ndarray):
         raise TypeError(

@@ -52,6 +52,7 @@ class ReadyLoader:
 
         Raises:
             IndexError: There is no such item.
+            TypeError: ``items`` are no integers.
             KeyError: There is no such array.
         """
         arrays = dict(self.loader_arrays)
@@ -65,11 +66,21 @@ class ReadyLoader:
                 arrays[name] = (spec[0], spec[1], jax_dtype)
         data: Any = self._data()
         if items is not None:
-            positions = items if isinstance(items, range) else np.fromiter(items, np.int64)
+            positions = items if isinstance(items, range) else _positions(items)
             check_rows(np.asarray(positions), len(self))
             is_computed = isinstance(data, range)
             data = positions if is_computed else [data[position] for position in positions]
         return DataGroup(batch_size, data, loader_arrays=arrays, **options)
+
+
+def _positions(items: Iterable[int]) -> npt.NDArray[np.int64]:
+    found = np.asarray(items if hasattr(items, "__array__") else list(items))
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        hint = "; np.flatnonzero(mask) gives those of a mask" if found.dtype.kind == "b" else ""
+        raise TypeError(
+            f"items is an array of {found.dtype} of shape {found.shape}; expected integers{hint}"
+        )
+    return found.astype(np.int64)
 
 
 def check_rows(rows: npt.NDArray[Any], count: int) -> None:

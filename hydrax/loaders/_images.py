@@ -51,7 +51,9 @@ class ImageFolder(ReadyLoader):
         paths: Paths below ``root``, class by class in alphabetical order.
 
     Raises:
-        ValueError: There are no classes, a class without images, or one that is not expected.
+        TypeError: ``dtype`` cannot hold what ``coefs`` give.
+        ValueError: There are no classes, a class without images, or one that is not expected. Or
+            ``coefs`` are for another number of channels.
 
     Example:
         >>> import pathlib, tempfile
@@ -82,12 +84,17 @@ class ImageFolder(ReadyLoader):
         if mode not in ("L", "RGB", "RGBA"):
             raise ValueError(f"mode is {mode!r}; expected 'L', 'RGB' or 'RGBA'")
         self._root = os.path.abspath(root)
-        height, width = (size, size) if isinstance(size, int) else size
+        sides = size if isinstance(size, (tuple, list)) else (size, size)
+        if len(sides) != 2:
+            raise ValueError(f"size is {size!r}; expected (height, width), or one number for both")
+        height, width = sides
         self._height = check_int("the height of size", height, minimum=1)
         self._width = check_int("the width of size", width, minimum=1)
         self._augment = bool(augment)
         self._mode = mode
         self._coefs = coefs
+        if isinstance(classes, str) or (classes is not None and len(set(classes)) < len(classes)):
+            raise ValueError(f"classes is {classes!r:.80}; expected names, each once")
         found = _find(self._root)
         self.classes = tuple(found if classes is None else classes)
         for name in found:
@@ -98,6 +105,9 @@ class ImageFolder(ReadyLoader):
         if dtype is None:
             dtype = np.uint8 if coefs is None else np.float32
         shape = (self._height, self._width, Image.getmodebands(mode))
+        # Whether coefs, mode and dtype go together is said here rather than by a loader process.
+        dtype = np.dtype(dtype)
+        hydrax_image.write_hwc(Image.new(mode, (1, 1)), np.empty((1, 1, shape[2]), dtype), coefs)
         self.loader_arrays = {
             "image": (shape, dtype, dtype),
             "label": ((), np.int32, np.int32),

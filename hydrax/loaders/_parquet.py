@@ -17,6 +17,7 @@ except ImportError as error:
     raise ImportError("ParquetLoader needs pyarrow; install hydrax[parquet]") from error
 
 from hydrax._arguments import check_int
+from hydrax._item_errors import about_item
 from hydrax.loaders._arrays import gather
 from hydrax.loaders._base import ReadyLoader, check_rows
 
@@ -43,8 +44,9 @@ class ParquetLoader(ReadyLoader):
     Raises:
         TypeError: A column is of a kind that cannot be loaded; names it.
         KeyError: There is no such column.
-        ValueError: The files have no rows, or differ in their columns. While loading: a null, where
-            there is to be a number; names column and file.
+        ValueError: Something is no Parquet file, the files have no rows, or they differ in their
+            columns (not in their order). While loading: a null, where there is to be a number;
+            names column and file.
 
     Example:
         >>> import tempfile
@@ -65,6 +67,8 @@ class ParquetLoader(ReadyLoader):
         columns: Sequence[str] | None = None,
         keep_nbytes: int = 2**28,
     ) -> None:
+        if isinstance(columns, str):
+            raise TypeError(f"columns is {columns!r}; expected a list of names")
         several = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
         self._paths = [os.path.abspath(path) for path in several]
         self._keep_nbytes = check_int("keep_nbytes", keep_nbytes, minimum=0)
@@ -75,14 +79,22 @@ class ParquetLoader(ReadyLoader):
         # Row group by row group: which file, and which of that file's.
         self._row_groups: list[tuple[int, int]] = []
         for number, path in enumerate(self._paths):
-            with pq.ParquetFile(path) as file:
-                found = _chosen(file.schema_arrow, columns, path)
-                if schema is not None and not found.equals(schema):
+            with _opened(path) as file:
+                found = file.schema_arrow
+                if schema is None:
+                    schema = _chosen(found, columns, path)
+                elif columns is None and set(found.names) != set(schema.names):
                     raise ValueError(
-                        f"the columns of {path} are not those of {self._paths[0]}: {found} against "
-                        f"{schema}"
+                        f"{path} has the columns {found.names}, and {self._paths[0]} has "
+                        f"{schema.names}; choose with columns=[...]"
                     )
-                schema = found
+                for field in _chosen(found, schema.names, path):
+                    expected = schema.field(field.name).type
+                    if field.type != expected and not (_is_text(field.type) and _is_text(expected)):
+                        raise ValueError(
+                            f"column {field.name!r} is {field.type} in {path}, and {expected} in "
+                            f"{self._paths[0]}"
+                        )
                 for row_group in range(file.num_row_groups):
                     self._row_groups.append((number, row_group))
                     counts.append(file.metadata.row_group(row_group).num_rows)
@@ -130,7 +142,10 @@ class ParquetLoader(ReadyLoader):
             places = np.flatnonzero(row_groups == row_group)
             start = int(self._ends[row_group - 1]) if row_group else 0
             own_rows = rows[places] - start
-            columns = self._row_group(row_group)
+            try:
+                columns = self._row_group(row_group)
+            except Exception as error:
+                raise about_item(error, int(places[0]))  # noqa: B904  # it is the same one
             for name, target in arrays.items():
                 if len(places) == len(rows):
                     gather(columns[name], own_rows, target)
@@ -150,11 +165,14 @@ class ParquetLoader(ReadyLoader):
             return columns
         number, own_number = self._row_groups[row_group]
         file = self._files.get(number)
-        if file is None:
-            file = self._files[number] = pq.ParquetFile(self._paths[number], memory_map=True)
-        # The threads of pyarrow would compete with the other loader processes.
-        table = file.read_row_group(own_number, columns=self._columns, use_threads=False)
         where = f"in row group {own_number} of {self._paths[number]}"
+        if file is None:
+            file = self._files[number] = _opened(self._paths[number], memory_map=True)
+        try:
+            # The threads of pyarrow would compete with the other loader processes.
+            table = file.read_row_group(own_number, columns=self._columns, use_threads=False)
+        except (OSError, pa.ArrowException) as error:
+            raise OSError(f"{where}: {error}") from error
         columns = {
             name: table[name].combine_chunks()
             if name in self._additional
@@ -169,12 +187,22 @@ class ParquetLoader(ReadyLoader):
         return columns
 
 
+def _opened(path: str, **options: Any) -> Any:
+    """A Parquet file, or an error that names it."""
+    try:
+        return pq.ParquetFile(path, **options)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} is no Parquet file: {error}") from error
+
+
 def _chosen(schema: Any, columns: Sequence[str] | None, path: str) -> Any:
     """The schema of the columns that are to be loaded, without metadata."""
-    names = schema.names if columns is None else list(columns)
+    names = schema.names if columns is None else list(dict.fromkeys(columns))
     for name in names:
         if name not in schema.names:
             raise KeyError(f"{path} has no column {name!r}; there are {schema.names}")
+        if schema.names.count(name) > 1:
+            raise ValueError(f"{path} has several columns {name!r}; choose others")
     return pa.schema([(name, schema.field(name).type) for name in names])
 
 
