@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import numbers
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-__all__ = ["check_end", "check_int", "check_number", "check_start", "check_timeout"]
+__all__ = [
+    "check_bool",
+    "check_choice",
+    "check_end",
+    "check_int",
+    "check_number",
+    "check_start",
+    "check_timeout",
+]
 
 
 def check_int(name: str, value: Any, *, minimum: int, maximum: int = 2**62) -> int:
@@ -49,9 +58,38 @@ def check_number(name: str, value: Any, dtype: np.dtype[Any]) -> np.ndarray[Any,
     return number
 
 
+def check_bool(name: str, value: Any) -> bool:
+    """Value as a bool: one, or None, 0 or 1 in its place; "False" from a command line is none.
+
+    Example:
+        >>> check_bool("shuffle_first", "False")
+        Traceback (most recent call last):
+        TypeError: shuffle_first is 'False'; expected True or False
+    """
+    if value is None or isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    if isinstance(value, (int, np.integer)) and value in (0, 1):
+        return bool(value)
+    raise TypeError(f"{name} is {value!r:.80}; expected True or False")
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str], *, otherwise: str = "") -> None:
+    """Make sure that value is one of the words; otherwise says what else could be given.
+
+    Example:
+        >>> check_choice("remainder", "keep", ("drop", "pad"))
+        Traceback (most recent call last):
+        ValueError: remainder is 'keep'; expected one of drop, pad
+    """
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(
+            f"{name} is {value!r:.80}; expected one of {', '.join(choices)}{otherwise}"
+        )
+
+
 def check_start(start_at: Any) -> tuple[int, int]:
-    """start_at as (epoch, batches), both at least 0."""
-    if not isinstance(start_at, tuple) or len(start_at) != 2:
+    """start_at as (epoch, batches), both at least 0; as a list if it comes from a file."""
+    if not isinstance(start_at, (tuple, list)) or len(start_at) != 2:
         raise TypeError(f"start_at is {start_at!r}; expected (epoch, batches)")
     return (
         check_int("the epoch of start_at", start_at[0], minimum=0),
@@ -60,12 +98,12 @@ def check_start(start_at: Any) -> tuple[int, int]:
 
 
 def check_end(end_at: Any) -> tuple[str, int] | None:
-    """end_at as (mode, number), or None."""
+    """end_at as (mode, number), or None; as a list if it comes from a file."""
     if end_at is None:
         return None
-    if not isinstance(end_at, tuple) or len(end_at) != 2:
+    if not isinstance(end_at, (tuple, list)) or len(end_at) != 2:
         raise TypeError(f"end_at is {end_at!r}; expected ('epoch' or 'batch', number)")
-    if end_at[0] not in ("epoch", "batch"):
+    if not isinstance(end_at[0], str) or end_at[0] not in ("epoch", "batch"):
         raise ValueError(f"end_at begins with {end_at[0]!r}; expected 'epoch' or 'batch'")
     return end_at[0], check_int("the number of end_at", end_at[1], minimum=0)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from types import NoneType
 from typing import Any, Generic, Literal, TypeAlias, TypeVar, overload
 
-from hydrax._arguments import check_int
+from hydrax._arguments import check_bool, check_choice, check_int
 from hydrax._sequences import as_sequence
 from hydrax._specs import ArrayLayout, ArraySpec, Ragged, lay_out, parse_specs
 
@@ -58,7 +58,7 @@ class DataGroup(Sequence[D], Generic[D]):
             cache is made from; change it with them. A cache with another one is refused. None
             compares a sample of the descriptors instead, which knows nothing of what the loader
             function reads and does.
-        seed: Of shuffling and of the items' seeds.
+        seed: Of shuffling and of the items' seeds: an int in [-2**63, 2**256).
         shuffle_first: Whether the first epoch is shuffled; otherwise it is in the data's order.
         shuffle_later: What changes in later epochs. ``"repeat"``: nothing. ``"reseed"``: new
             seeds, same order. ``"itemwise"``: a new order of the items, and new seeds.
@@ -97,14 +97,8 @@ class DataGroup(Sequence[D], Generic[D]):
         remainder: RemainderMode = "drop",
     ) -> None:
         wanted = check_int("batch_size", batch_size, minimum=1)
-        if shuffle_later not in _SHUFFLE_MODES:
-            raise ValueError(
-                f"shuffle_later is {shuffle_later!r}; expected one of {', '.join(_SHUFFLE_MODES)}"
-            )
-        if remainder not in _REMAINDER_MODES:
-            raise ValueError(
-                f"remainder is {remainder!r}; expected one of {', '.join(_REMAINDER_MODES)}"
-            )
+        check_choice("shuffle_later", shuffle_later, _SHUFFLE_MODES)
+        check_choice("remainder", remainder, _REMAINDER_MODES)
         if loader_arrays is None and cache_arrays is None:
             raise ValueError(
                 "loader_arrays is missing; name the arrays that an item is loaded to, or "
@@ -113,16 +107,16 @@ class DataGroup(Sequence[D], Generic[D]):
         if loader_arrays is None and cache_location is None:
             raise ValueError("cache_location is missing; without loader_arrays all comes from it")
         self._specs = () if loader_arrays is None else parse_specs("loader_arrays", loader_arrays)
-        self._cache_location = None if cache_location is None else os.fspath(cache_location)
-        if not isinstance(self._cache_location, (str, NoneType)):
-            raise TypeError(f"cache_location is {cache_location!r}; expected a string or a path")
+        if not isinstance(cache_location, (str, os.PathLike, NoneType)):
+            raise TypeError(f"cache_location is {cache_location!r:.80}; expected a string or path")
+        self._cache_location = None if cache_location is None else os.fsdecode(cache_location)
         self._cache_specs: tuple[ArraySpec, ...] | None = None
         if cache_arrays is not None:
             self._cache_specs = parse_specs("cache_arrays", cache_arrays)
         elif cache_location is not None:
             self._cache_specs = self._specs
         self._is_cache_user_made = cache_arrays is not None
-        self._cache_readonly = bool(cache_readonly)
+        self._cache_readonly = check_bool("cache_readonly", cache_readonly)
         self._cache_bytes = (
             None if cache_bytes is None else check_int("cache_bytes", cache_bytes, minimum=0)
         )
@@ -131,7 +125,7 @@ class DataGroup(Sequence[D], Generic[D]):
         ):
             raise TypeError(f"cache_fingerprint is {cache_fingerprint!r:.80}; expected str or int")
         self._cache_fingerprint = cache_fingerprint
-        self._seed = check_int("seed", seed, minimum=-(2**63), maximum=2**64 - 1)
+        self._seed = check_int("seed", seed, minimum=-(2**63), maximum=2**256 - 1)
         self._data = as_sequence(data)
         try:
             count = len(self._data)
@@ -144,7 +138,7 @@ class DataGroup(Sequence[D], Generic[D]):
         self._batch_size = check_int("batch_size", min(wanted, count), minimum=1, maximum=2**31 - 1)
         if self._batch_size < wanted:
             logger.info("batch_size %d is capped at the %d items of data", wanted, count)
-        self._shuffle_first = bool(shuffle_first)
+        self._shuffle_first = check_bool("shuffle_first", shuffle_first)
         if shuffle_later == "default":
             shuffle_later = "itemwise" if cache_location is None else "batchwise"
         self._shuffle_later: ShuffleMode = shuffle_later
@@ -295,12 +289,12 @@ def check_validation(validation: Any) -> tuple[str, int, tuple[DataGroup[Any], .
     """The validation argument as (mode, interval, groups), without groups for None."""
     if validation is None:
         return "epoch", 1, ()
-    if not isinstance(validation, tuple) or len(validation) != 3:
+    if not isinstance(validation, (tuple, list)) or len(validation) != 3:
         raise TypeError(
             f"validation is {validation!r:.80}; expected ('epoch' or 'batch', interval, groups)"
         )
     mode, interval, groups = validation
-    if mode not in ("epoch", "batch"):
+    if not isinstance(mode, str) or mode not in ("epoch", "batch"):
         raise ValueError(f"the validation mode is {mode!r}; expected 'epoch' or 'batch'")
     checked = check_int("the validation interval", interval, minimum=1)
     return mode, checked, check_groups("validation", groups)

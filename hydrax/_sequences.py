@@ -14,6 +14,7 @@ import pickle
 import sqlite3
 import sys
 import types
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -43,6 +44,9 @@ def as_sequence(data: Any) -> Sequence[Any]:
     Raises:
         TypeError: It is nothing of the kind, or holds an open file; says which.
     """
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(data, jax.Array):
+        data = np.asarray(data)  # loader processes cannot use JAX
     kind = type(data)
     library, name = kind.__module__.partition(".")[0], kind.__name__
     if library == "pandas" and name == "DataFrame":
@@ -67,6 +71,12 @@ def as_sequence(data: Any) -> Sequence[Any]:
     has_positions = hasattr(kind, "__len__") and hasattr(kind, "__getitem__")
     if has_positions and not isinstance(data, Mapping):
         return data  # type: ignore[no-any-return]
+    if isinstance(data, (set, frozenset)):
+        warnings.warn(
+            "data is a set, whose order can differ from run to run, and with it every batch; "
+            "give a list, such as sorted(data)",
+            stacklevel=3,
+        )
     if isinstance(data, Iterable):
         return list(data)
     raise TypeError(f"data is {name}; expected a sequence or a finite iterable")
@@ -168,7 +178,7 @@ def _open_file_in(value: Any, path: str, depth: int, seen: set[int]) -> str | No
         for name in (slots,) if isinstance(slots, str) else slots:
             try:
                 attributes[name] = getattr(value, name)
-            except AttributeError:
+            except (AttributeError, TypeError):  # not set; or of a type made by another language
                 continue
     parts += [(f"{path}.{name}", part) for name, part in attributes.items()]
     for where, part in parts:

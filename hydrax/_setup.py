@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from hydrax import _core, _spawned
-from hydrax._arguments import check_end, check_int, check_start, check_timeout
+from hydrax._arguments import (
+    check_bool,
+    check_choice,
+    check_end,
+    check_int,
+    check_start,
+    check_timeout,
+)
 from hydrax._caching import Caching, GroupCache, file_layouts
 from hydrax._datagroup import DataGroup, DataGroups, check_groups, check_validation
 from hydrax._item_loader import LoadGroup, LoadJob
@@ -142,19 +149,16 @@ def make_setup(
     ):
         if not callable(func) and func is not None:
             raise TypeError(f"{name} is {func!r}; expected a callable")
-    if start_method not in _START_METHODS:
-        raise ValueError(
-            f"start_method is {start_method!r}; expected one of {', '.join(_START_METHODS)}"
-        )
-    if not callable(on_error) and on_error not in _POLICIES:
-        raise ValueError(
-            f"on_error is {on_error!r}; expected one of {', '.join(_POLICIES)}, or a callable"
-        )
+    check_choice("start_method", start_method, _START_METHODS)
+    if not callable(on_error):
+        check_choice("on_error", on_error, _POLICIES, otherwise=", or a callable")
     depth = check_int("depth", depth, minimum=1, maximum=2**20)
     loader_count = check_int("loader_count", loader_count, minimum=0, maximum=2**12)
     cacher_count = check_int("cacher_count", cacher_count, minimum=0, maximum=2**8)
     max_restarts = check_int("max_restarts", max_restarts, minimum=0)
     timeout_s = check_timeout(timeout_sec)
+    interleave_groups = check_bool("interleave_groups", interleave_groups)
+    debug = check_bool("debug", debug)
     training_groups = check_groups("training", training)
     names = list(training) if isinstance(training, Mapping) else None
     mode, interval, validation_groups = check_validation(validation)
@@ -169,7 +173,7 @@ def make_setup(
         else None,
         start_at=check_start(start_at),
         end_at=check_end(end_at),
-        interleave_groups=bool(interleave_groups),
+        interleave_groups=interleave_groups,
         weights=None if weights is None else check_weights(weights, len(training_groups), names),
         epoch_end=check_epoch_end(epoch_end),
     )
@@ -197,9 +201,9 @@ def make_setup(
         startup_func,
         _load_groups(groups, layouts, len(training_groups)),
         len(training_groups),
-        bool(batched),
-        bool(debug) or os.environ.get("HYDRAX_DEBUG", "0") not in ("", "0"),
-        check_int("loader_nice", loader_nice, minimum=-40, maximum=40),
+        check_bool("batched", batched),
+        debug or os.environ.get("HYDRAX_DEBUG", "0") not in ("", "0"),
+        check_int("loader_nice", loader_nice, minimum=-(2**30), maximum=2**30),
         on_error == "skip_item",
     )
     packed_job: bytes | None = None
@@ -220,7 +224,7 @@ def make_setup(
         cacher_count=cacher_count,
         max_restarts=max_restarts,
         timeout_s=timeout_s,
-        deterministic=bool(deterministic),
+        deterministic=check_bool("deterministic", deterministic),
         start_method=start_method,
         on_error=on_error,
         placement_func=placement_func,
@@ -265,13 +269,20 @@ def _group_orders(groups: Groups) -> list[GroupOrder]:
         GroupOrder(
             len(group),
             group.batch_size,
-            _core.mix(group.seed, index),
+            _core.mix(_fold(group.seed), index),
             group.shuffle_first,
             group.shuffle_later,
             group.remainder,
         )
         for index, group in enumerate(groups)
     ]
+
+
+def _fold(seed: int) -> int:
+    """A seed within the 64 bits of the core, to which each bit of a longer one contributes."""
+    while seed >= 2**64:
+        seed = (seed >> 128 << 64) | _core.mix(seed % 2**64, (seed >> 64) % 2**64)
+    return seed
 
 
 def _lay_out_slots(

@@ -6,7 +6,7 @@ Pure: no memory is touched here, and no JAX is imported.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,6 +27,8 @@ __all__ = [
 
 ALIGNMENT = 64
 """Start of each array in bytes: XLA aliases host memory only at multiples of 64."""
+
+_MAX_DIMS = 63
 
 # DLPack type codes (DLDataTypeCode in the specification) of the dtypes that XLA takes through
 # DLPack. The others reach JAX by one copy.
@@ -185,7 +187,7 @@ def _parse_dtype(argument: str, value: Any) -> np.dtype[Any]:
 
 
 def _parse_shape(argument: str, value: Any) -> tuple[int, ...]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
+    if isinstance(value, (str, bytes, Set, Mapping)) or not isinstance(value, Iterable):
         raise TypeError(f"{argument} is {value!r}; expected a tuple of ints, () for a scalar")
     dims = []
     for dim in value:
@@ -197,6 +199,11 @@ def _parse_shape(argument: str, value: Any) -> tuple[int, ...]:
             raise TypeError(f"{argument} has the dimension {dim!r}; expected an int") from None
     if any(dim < 0 for dim in dims):
         raise ValueError(f"{argument} is {tuple(dims)}; dimensions cannot be negative")
+    if len(dims) > _MAX_DIMS:
+        raise ValueError(
+            f"{argument} has {len(dims)} dimensions; it can have {_MAX_DIMS}, as NumPy takes one "
+            "more, that of the batch"
+        )
     return tuple(dims)
 
 

@@ -12,6 +12,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 import psutil
@@ -121,6 +122,22 @@ BAD_GROUPS = {
         lambda: numbers(shuffle_later=[]), (TypeError, ValueError), "shuffle_later"),
     "seed 1.5": (lambda: numbers(seed=1.5), TypeError, "seed"),
     "seed None": (lambda: numbers(seed=None), TypeError, "seed"),
+    "seed 2**300": (lambda: numbers(seed=2**300), ValueError, "seed"),
+    "shape of a set": (with_spec({3, 4}, np.float32, np.float32), TypeError, "shape.*image"),
+    "shape of a dict": (with_spec({3: 4}, np.float32, np.float32), TypeError, "shape.*image"),
+    "shape b'44'": (with_spec(b"44", np.float32, np.float32), TypeError, "shape.*image"),
+    "64 dimensions": (
+        with_spec((1,) * 64, np.float32, np.float32), ValueError, "shape.*image.*63"),
+    "shuffle mode of arrays": (
+        lambda: numbers(shuffle_later=np.array([0, 1])), ValueError, "shuffle_later"),
+    "remainder of arrays": (lambda: numbers(remainder=np.array([0, 1])), ValueError, "remainder"),
+    "shuffle_first 'False'": (lambda: numbers(shuffle_first="False"), TypeError, "shuffle_first"),
+    "shuffle_first 'itemwise'": (
+        lambda: numbers(shuffle_first="itemwise"), TypeError, "shuffle_first.*True or False"),
+    "shuffle_first 2": (lambda: numbers(shuffle_first=2), TypeError, "shuffle_first"),
+    "cache_readonly 'no'": (lambda: numbers(cache_readonly="no"), TypeError, "cache_readonly"),
+    "cache_location 5": (lambda: numbers(cache_location=5), TypeError, "cache_location is 5"),
+    "cache_location b'x'": (lambda: numbers(cache_location=b"x"), TypeError, "cache_location"),
 }  # fmt: skip
 
 
@@ -190,6 +207,16 @@ BAD_LOADERS = {
     "placement_func 3": ({"placement_func": 3}, TypeError, "placement_func"),
     "start_method 'thread'": ({"start_method": "thread"}, ValueError, "start_method"),
     "start_method None": ({"start_method": None}, ValueError, "start_method"),
+    "start_method of arrays": ({"start_method": np.zeros(2)}, ValueError, "start_method"),
+    "on_error of arrays": ({"on_error": np.zeros(2)}, ValueError, "on_error.*or a callable"),
+    "end_at mode of arrays": ({"end_at": (np.zeros(2), 1)}, ValueError, "end_at"),
+    "validation mode of arrays": (
+        {"validation": (np.zeros(2), 1, numbers())}, ValueError, "validation"),
+    "deterministic 'no'": ({"deterministic": "no"}, TypeError, "deterministic"),
+    "interleave_groups [0, 1]": (
+        {"interleave_groups": np.array([0, 1])}, TypeError, "interleave_groups"),
+    "batched 'yes'": ({"batched": "yes"}, TypeError, "batched"),
+    "debug 2": ({"debug": 2}, TypeError, "debug"),
 }  # fmt: skip
 
 
@@ -405,13 +432,33 @@ def test_a_sequence_stays_what_it_is_and_the_group_is_a_sequence_over_it(kind):
     assert group.data is data
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: iter([3, 1, 2]), lambda: {3, 1, 2}, lambda: {3: "a", 1: "b", 2: "c"}.keys()]
-)
+@pytest.mark.parametrize("make", [lambda: iter([3, 1, 2]), lambda: {3: "a", 1: "b", 2: "c"}.keys()])
 def test_another_finite_iterable_is_turned_into_a_list(make):
     group = DataGroup(2, make(), loader_arrays=SPECS)
     assert sorted(group) == [1, 2, 3]
     assert group[-1] == list(group)[-1]
+
+
+@pytest.mark.parametrize("make", [set, frozenset])
+def test_a_set_as_data_is_warned_of_since_its_order_is_no_ones(make):
+    with pytest.warns(UserWarning, match="sorted") as caught:
+        group = DataGroup(2, make(["a", "b", "c"]), loader_arrays=SPECS)
+    assert sorted(group) == ["a", "b", "c"]
+    assert caught[0].filename == __file__
+
+
+def test_an_array_of_jax_as_data_is_read_as_one_of_numpy():
+    def load(row, arrays, seed):
+        assert type(row) is np.ndarray
+        arrays["x"][:] = row
+
+    rows = jnp.arange(12.0).reshape(4, 3)
+    group = DataGroup(2, rows, loader_arrays={"x": ((3,), np.float32, np.float32)})
+    with Dataloader(load, group, end_at=("epoch", 1)) as dataloader:
+        found = [batch.copy().arrays["x"] for batch in dataloader]
+    assert np.array_equal(np.concatenate(found), rows)
+    held = DataGroup(2, [{"key": jax.random.key(0)}, rows], loader_arrays=SPECS)
+    assert held[1] is rows
 
 
 def defaults_of(function):
@@ -472,7 +519,7 @@ def test_the_properties_of_0_2_2_give_what_they_gave():
         assert len(first) == 4
         assert (first.epoch, first.epoch_batch, first.batch_num) == (1, 1, 3)
         assert first.group is training
-        assert first.group_index == 0
+        assert (first.group_index, first.group_number) == (1, 0)
         assert list(first.data) == list(first.indices) == first.arrays["label"].tolist()
         assert first.get_data(2) == first.data[2] == first.indices[2]
         assert first.get_array("x") is first.arrays["x"]
@@ -481,8 +528,8 @@ def test_the_properties_of_0_2_2_give_what_they_gave():
         assert first.additional["seed"] == list(first.seeds)
         assert first.get_additional("seed", 1) == first.seeds[1]
         evens = [True if number % 2 == 0 else None for number in first.data]
-        assert first.get_additional("even", default=[None] * 4) == evens
-        assert first.get_additional("odd") is None
+        assert first.get_additional("even") == evens
+        assert first.get_additional("odd") == [None] * 4
         assert first.get_additional("odd", 2, default=7) == 7
         assert first.layouts is training.loader_layouts
         assert 0 <= first.seed < 2**31
