@@ -121,15 +121,17 @@ class Batch(Generic[D]):
         Args:
             key: The key.
             index: Item within the batch, or None for the list of all.
-            default: Stands in for a key that no item of this batch returned.
+            default: Stands in for each item that returned no such key, or None under it.
 
         Returns:
-            The list, the item's value, or default.
+            One value per item, or the item's value.
+
+        Raises:
+            IndexError: The batch has no such item.
         """
         values = self._additional.get(key)
-        if values is None:
-            return default
-        return values if index is None else values[index]
+        filled = [default if value is None else value for value in values or [None] * len(self)]
+        return filled if index is None else filled[index]
 
     @property
     def data(self) -> Sequence[D]:
@@ -179,8 +181,16 @@ class Batch(Generic[D]):
 
     @property
     def group_index(self) -> int:
-        """Which of the training, or of the validation groups that is."""
-        return self._planned.group_index
+        """Which of its group's batches this is, counted from 0.
+
+        With ``"batchwise"`` shuffling the batches keep these numbers, in whatever order they come.
+        """
+        return self._planned.content[1]
+
+    @property
+    def group_number(self) -> int:
+        """Which of the training, or of the validation groups that is, counted from 0."""
+        return self._planned.group_of_kind
 
     @property
     def layouts(self) -> Mapping[str, ArrayLayout]:
@@ -224,7 +234,7 @@ class Batch(Generic[D]):
             arrays: One for each of the group's cache_arrays, of the batch's items, in the dtype
                 that JAX has there.
             additional: Key to one value per item: what JSON has, tuples, bytes, NumPy arrays and
-                scalars.
+                scalars. None keeps what the loader function returned.
             persist: Whether to keep it; otherwise only the batch changes, as it does without a
                 cache_location and with cache_readonly.
 
@@ -271,14 +281,16 @@ class Batch(Generic[D]):
         if layouts is None:
             raise RuntimeError("the batch's DataGroup has no cache_arrays")
         _check_arrays(arrays, layouts, len(self))
-        for key, values in (additional or {}).items():
+        if additional is None:
+            additional = self._additional
+        for key, values in additional.items():
             if len(values) != len(self):
                 raise ValueError(
                     f"there are {len(values)} values under {key!r}; expected {len(self)}, "
                     "one per item"
                 )
         kept = {name: arrays[name] for name in layouts}
-        lists = {key: list(values) for key, values in (additional or {}).items()}
+        lists = {key: list(values) for key, values in additional.items()}
         if persist and self._keep is not None:
             self._keep(self._planned, kept, lists)
         self._arrays = MappingProxyType(kept)

@@ -21,14 +21,14 @@ class LoaderContext(NamedTuple):
         epoch: Training epoch of the item, counted from 0; for validation the number of the
             validation run.
         is_training: Whether the item belongs to a training batch.
-        group_index: Which of the training, or of the validation groups.
+        group_number: Which of the training, or of the validation groups.
         worker_index: Which loader process, counted from 0; None in the main process
             (``loader_count=0``).
     """
 
     epoch: int
     is_training: bool
-    group_index: int
+    group_number: int
     worker_index: int | None
 
 
@@ -59,8 +59,8 @@ def loader_context() -> LoaderContext:
     if _run is None:
         raise RuntimeError("loader_context() is for loader functions; no item is being loaded")
     is_training = _run.kind == _core.TRAINING
-    group_index = _run.group if is_training else _run.group - _training_group_count
-    return LoaderContext(_run.epoch, is_training, group_index, _worker_index)
+    group_number = _run.group if is_training else _run.group - _training_group_count
+    return LoaderContext(_run.epoch, is_training, group_number, _worker_index)
 
 
 def enter_worker(index: int) -> None:

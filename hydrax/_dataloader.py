@@ -45,7 +45,7 @@ class Dataloader(Generic[D]):
             returns, a dict or None, becomes the item's entries in ``batch.additional``. It must not
             use JAX. None where no group has loader_arrays, as all batches come from a disk cache.
         training: The DataGroup to train on, or several; one pass over all of them is an epoch. They
-            may have names, ``{"name": group}``; ``batch.group_index`` counts them in this order.
+            may have names, ``{"name": group}``; ``batch.group_number`` counts them in this order.
         validation: ``("epoch" | "batch", interval, group or groups)``: a validation run follows
             each ``interval`` training epochs or batches.
         depth: Batches that can exist at a time: being loaded, waiting, or held by you.

@@ -140,7 +140,7 @@ def failure_of_all(planned: PlannedBatch, records: BatchRecords) -> BatchFailure
         f"none of the {planned.valid_count} items of {describe_batch(planned)} could be loaded",
         descriptor=first.descriptor,
         index=first.index,
-        group_index=first.group_index,
+        group_number=first.group_number,
         epoch=first.epoch,
         seed=first.seed,
         traceback_text=first.traceback_text,
@@ -228,7 +228,7 @@ def _loader_error(
     what = "items from" if is_of_run else "item"
     message = (
         f"{failure.stage} {what} {index} ({text}) of {_kind(planned)} group "
-        f"{planned.group_index} failed in epoch {planned.epoch}, batch {planned.epoch_batch}, "
+        f"{planned.group_of_kind} failed in epoch {planned.epoch}, batch {planned.epoch_batch}, "
         f"seed {seed}: {failure.kind}: {failure.message}"
     )
     if failure.arrays:
@@ -242,7 +242,7 @@ def _loader_error(
         message,
         descriptor=descriptor,
         index=index,
-        group_index=planned.group_index,
+        group_number=planned.group_of_kind,
         epoch=planned.epoch,
         seed=seed,
         traceback_text=failure.traceback_text,
@@ -256,7 +256,7 @@ def describe_item(planned: PlannedBatch, group: DataGroup[Any], item: int) -> st
     index = planned.plan.indices()[item]
     _, text = _descriptor(group, index)
     return (
-        f"item {index} ({text}) of {_kind(planned)} group {planned.group_index}, "
+        f"item {index} ({text}) of {_kind(planned)} group {planned.group_of_kind}, "
         f"{_kind(planned)} batch {planned.batch_num}"
     )
 

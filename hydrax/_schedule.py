@@ -40,7 +40,7 @@ class PlannedBatch(NamedTuple):
         plan: The batch for the core.
         kind: ``_core.TRAINING`` or ``_core.VALIDATION``.
         group_number: Which of all groups, training groups first.
-        group_index: Which of the training, or of the validation groups.
+        group_of_kind: Which of the training, or of the validation groups.
         epoch: Training epoch, or number of the validation run.
         epoch_batch: Position within the epoch or validation run.
         batch_num: Position among all training, or all validation batches.
@@ -55,7 +55,7 @@ class PlannedBatch(NamedTuple):
     plan: _core.Plan
     kind: int
     group_number: int
-    group_index: int
+    group_of_kind: int
     epoch: int
     epoch_batch: int
     batch_num: int

@@ -63,7 +63,7 @@ class LoaderError(HydraxError, RuntimeError):
     Attributes:
         descriptor: The item's descriptor, ``group[index]``.
         index: Position of the item in its DataGroup.
-        group_index: Which of the training (or validation) groups, counted from 0.
+        group_number: Which of the training (or validation) groups, counted from 0.
         epoch: Epoch of the batch; for validation the number of the validation run.
         seed: The seed that the loader was given; None for validation.
         traceback_text: The traceback as the worker saw it.
@@ -75,7 +75,7 @@ class LoaderError(HydraxError, RuntimeError):
         *,
         descriptor: Any = None,
         index: int | None = None,
-        group_index: int | None = None,
+        group_number: int | None = None,
         epoch: int | None = None,
         seed: int | None = None,
         traceback_text: str = "",
@@ -83,7 +83,7 @@ class LoaderError(HydraxError, RuntimeError):
         super().__init__(message)
         self.descriptor = descriptor
         self.index = index
-        self.group_index = group_index
+        self.group_number = group_number
         self.epoch = epoch
         self.seed = seed
         self.traceback_text = traceback_text

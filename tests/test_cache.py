@@ -82,7 +82,7 @@ def content(batch: Batch[Any]) -> Any:
         else (batch.validation_epoch, batch.validation_epoch_batch)
     )
     arrays = {name: (a.dtype.name, np.asarray(a).tolist()) for name, a in batch.arrays.items()}
-    items = (batch.group_index, list(batch.indices), batch.mask.tolist(), len(batch))
+    items = (batch.group_number, list(batch.indices), batch.mask.tolist(), len(batch))
     return type(batch).__name__, place, items, arrays, dict(batch.additional)
 
 
@@ -419,7 +419,7 @@ def test_a_batch_cached_in_memory_only_is_loaded_again(load, tmp_path):
                 x = batch.arrays["x"]
                 batch.cache({"mean": x.sum(axis=1), "wide": x[:, :3]}, persist=False)
                 assert set(batch.arrays) == {"mean", "wide"}
-                assert batch.additional == {}
+                assert list(batch.additional) == ["name", "raw", "odd"]
                 del x, batch
         assert load.taken() == Counter(dict.fromkeys(range(12), 2))
     assert cache_files(tmp_path) == []
@@ -867,7 +867,7 @@ def test_cache_arguments_are_checked_at_the_door(tmp_path):
         ({"loader_arrays": None, "cache_arrays": SPECS, "cache_location": None}, ValueError,
          "cache_location"),
         ({"cache_arrays": {}}, ValueError, "cache_arrays"),
-        ({"cache_location": 3}, TypeError, "PathLike"),
+        ({"cache_location": 3}, TypeError, "cache_location"),
         ({"cache_location": b"x"}, TypeError, "cache_location"),
         ({"cache_bytes": -1}, ValueError, "cache_bytes"),
         ({"cache_bytes": 1.5}, TypeError, "cache_bytes"),

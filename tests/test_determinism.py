@@ -84,7 +84,7 @@ def fingerprint(batch: Any) -> tuple[Any, ...]:
     additional = {key: tuple(values) for key, values in batch.additional.items()}
     return (
         batch.is_training,
-        batch.group_index,
+        batch.group_number,
         place,
         tuple(batch.indices),
         tuple(batch.data),
@@ -326,7 +326,7 @@ def test_seeds_of_equal_groups_differ() -> None:
     seeds: dict[int, set[int]] = defaultdict(set)
     with Dataloader(load_label, groups, loader_count=0, end_at=("epoch", 3)) as dataloader:
         for batch in dataloader:
-            seeds[batch.group_index].update(batch.seeds)
+            seeds[batch.group_number].update(batch.seeds)
             del batch
     assert [len(found) for found in seeds.values()] == [60, 60, 60]
     assert len(set.union(*seeds.values())) > 175  # equal by chance at most
@@ -392,7 +392,7 @@ def test_every_group_is_used_up_once_per_epoch(interleave: bool) -> None:
     for epoch in range(3):
         planned = [p for p in schedule(counts, interleave=interleave) if p.epoch == epoch]
         for group, count in enumerate(counts):
-            indices = [p.plan.indices()[0] for p in planned if p.group_index == group]
+            indices = [p.plan.indices()[0] for p in planned if p.group_of_kind == group]
             assert sorted(indices) == list(range(count))
         assert [p.epoch_batch for p in planned] == list(range(50))
 
@@ -402,14 +402,14 @@ def test_interleaved_groups_keep_in_step_throughout_the_epoch(rng: np.random.Gen
         counts = rng.integers(1, 200, rng.integers(2, 6)).tolist()
         used = [0] * len(counts)
         for step, planned in enumerate(schedule(counts, interleave=True, epochs=1), 1):
-            used[planned.group_index] += 1
+            used[planned.group_of_kind] += 1
             for taken, count in zip(used, counts, strict=True):
                 # Never more than about one batch from the group's share of what was delivered.
                 assert abs(taken - count * step / sum(counts)) < len(counts), (counts, step)
 
 
 def test_groups_without_interleaving_come_one_after_the_other() -> None:
-    groups = [planned.group_index for planned in schedule([3, 1, 2], interleave=False)]
+    groups = [planned.group_of_kind for planned in schedule([3, 1, 2], interleave=False)]
     assert groups == [0, 0, 0, 1, 2, 2] * 3
 
 

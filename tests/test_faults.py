@@ -338,7 +338,7 @@ def test_changes_in_the_main_process_reach_the_loader_by_its_context():
             Curriculum.strength,
             context.epoch,
             context.is_training,
-            context.group_index,
+            context.group_number,
         ]
         return {"worker": context.worker_index}
 
@@ -356,7 +356,7 @@ def test_changes_in_the_main_process_reach_the_loader_by_its_context():
             for batch in dataloader:
                 Curriculum.strength += 1
                 epoch = batch.epoch if batch.is_training else batch.validation_epoch
-                expected = [1.0, epoch, batch.is_training, batch.group_index]
+                expected = [1.0, epoch, batch.is_training, batch.group_number]
                 assert batch.arrays["x"].tolist() == [expected] * len(batch)
                 assert set(batch.additional["worker"]) <= {0, 1}
                 del batch

@@ -129,7 +129,7 @@ def test_a_loader_error_says_which_item_and_carries_the_original():
     error = caught.value
     assert error.descriptor == "e"
     assert error.index == 4
-    assert error.group_index == 1
+    assert error.group_number == 1
     assert error.epoch == 1
     assert isinstance(error.seed, int)
     assert error.seed not in seeds.values()  # an item's seed is its own, and a new one each epoch
@@ -156,7 +156,7 @@ def test_a_loader_error_of_validation_has_no_seed():
         *batches, error = all_batches(dataloader)
     assert batches == [0, 5, 10, 15]
     assert (error.descriptor, error.index, error.seed) == (101, 1, None)
-    assert (error.group_index, error.epoch) == (0, 0)
+    assert (error.group_number, error.epoch) == (0, 0)
     assert "validation group 0" in str(error)
 
 
@@ -627,7 +627,7 @@ def test_in_process_a_breakpoint_is_the_users_own(monkeypatch):
     "error",
     [
         BatchTimeoutError("text"),
-        LoaderError("text", descriptor="a", index=1, group_index=0, epoch=2, seed=3),
+        LoaderError("text", descriptor="a", index=1, group_number=0, epoch=2, seed=3),
         WorkerDiedError("text", worker_index=1, pid=2, exitcode=-9),
         WorkerStartError("text"),
         ArenaMemoryError("text"),

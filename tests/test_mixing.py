@@ -49,7 +49,7 @@ def first_batches(dataloader, count=None):
     for batch in itertools.islice(dataloader, count):
         kind = (batch.epoch, batch.epoch_batch, batch.batch_num) if batch.is_training else None
         numbers = np.asarray(batch.arrays["x"]).tolist()
-        found.append((batch.is_training, batch.group_index, kind, numbers))
+        found.append((batch.is_training, batch.group_number, kind, numbers))
         del batch
     return found
 

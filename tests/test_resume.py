@@ -59,7 +59,7 @@ def make(training, validation, loader=load, **changes):
 def content(batch):
     return (
         type(batch).__name__,
-        batch.group_index,
+        batch.group_number,
         np.asarray(batch.arrays["x"]).tobytes(),
         list(batch.indices),
         batch.mask.tolist(),

@@ -23,7 +23,7 @@ def schedule(*groups, validation=None, start_at=(0, 0), end_at=None, interleave_
 def summary(planned):
     return (
         planned.kind,
-        planned.group_index,
+        planned.group_of_kind,
         planned.epoch,
         planned.epoch_batch,
         planned.batch_num,
@@ -109,19 +109,21 @@ def test_batch_seeds_differ_between_batches_and_epochs():
 def test_groups_of_equal_seed_have_different_item_seeds():
     groups = [order(key=_core.mix(0, index)) for index in range(2)]
     first, second = take(schedule(*groups), 2)
-    assert (first.group_index, second.group_index) == (0, 1)
+    assert (first.group_of_kind, second.group_of_kind) == (0, 1)
     assert not set(first.plan.seeds()) & set(second.plan.seeds())
 
 
 def test_interleaving_takes_the_group_with_the_smallest_share_used_and_the_first_of_equals():
     groups = [order(count=4), order(count=8), order(count=2)]
-    sequence = [batch.group_index for batch in take(schedule(*groups), 7)]
+    sequence = [batch.group_of_kind for batch in take(schedule(*groups), 7)]
     assert sequence == [0, 1, 2, 1, 0, 1, 1]
 
 
 def test_without_interleaving_groups_come_one_after_the_other():
     groups = [order(count=4), order(count=6)]
-    sequence = [batch.group_index for batch in take(schedule(*groups, interleave_groups=False), 10)]
+    sequence = [
+        batch.group_of_kind for batch in take(schedule(*groups, interleave_groups=False), 10)
+    ]
     assert sequence == [0, 0, 1, 1, 1] * 2
 
 
@@ -162,7 +164,7 @@ def test_validation_follows_every_interval_of_epochs_and_repeats_itself():
     assert [batch.epoch for batch in runs] == [0, 0, 0, 1, 1, 1]
     assert [batch.epoch_batch for batch in runs] == [0, 1, 2] * 2
     assert [batch.batch_num for batch in runs] == [0, 1, 2, 3, 4, 5]
-    assert [batch.group_index for batch in runs] == [0, 0, 1] * 2
+    assert [batch.group_of_kind for batch in runs] == [0, 0, 1] * 2
     assert [b.plan.indices() for b in runs[:3]] == [b.plan.indices() for b in runs[3:]]
     assert [b.plan.seeds() for b in runs[:3]] == [b.plan.seeds() for b in runs[3:]]
 

@@ -103,7 +103,7 @@ def test_what_was_skipped_says_why(debug):
     batches, _ = loaded(debug=debug)
     error = batches[1].skipped[3]
     assert isinstance(error, LoaderError)
-    assert (error.descriptor, error.index, error.epoch, error.group_index) == (7, 7, 0, 0)
+    assert (error.descriptor, error.index, error.epoch, error.group_number) == (7, 7, 0, 0)
     assert error.seed == batches[1].seeds[3]
     assert isinstance(error.__cause__, OSError)
     assert error.__cause__.__traceback__ is None  # it would hold the loader's frames

@@ -34,8 +34,8 @@ def check(batch, counts):
     assert batch.arrays["image"].shape == (5, 8, 8, 3)
     assert batch.arrays["image"][:, 0, 0, 0].tolist() == values
     assert batch.arrays["label"][:, 0].tolist() == [value % 10 for value in values]
-    evens = batch.get_additional("even", default=[None] * 5)
-    assert evens == [True if value % 2 == 0 else None for value in values]
+    evens = batch.get_additional("even", default=False)
+    assert evens == [value % 2 == 0 for value in values]
     if isinstance(batch, TrainingBatch):
         assert batch.additional["seed"] == list(batch.seeds)
     elif isinstance(batch, ValidationBatch):
