@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
 from hydrax import _core
 from hydrax._datagroup import DataGroup
 from hydrax._schedule import PlannedBatch
+from hydrax._sequences import Chosen
 from hydrax._specs import ArrayLayout
 from hydrax.errors import LoaderError
 
@@ -27,31 +28,6 @@ KeepFunc = Callable[
 
 _NO_ADDITIONAL: Mapping[str, list[Any]] = MappingProxyType({})
 _NONE_SKIPPED: Mapping[int, LoaderError] = MappingProxyType({})
-
-
-class _BatchData(Sequence[D], Generic[D]):
-    """The descriptors of a batch's items; looked up when asked for."""
-
-    __slots__ = ("_data", "_indices")
-
-    def __init__(self, data: Sequence[D], indices: Sequence[int]) -> None:
-        self._data = data
-        self._indices = indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    @overload
-    def __getitem__(self, index: int) -> D: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[D]: ...
-    def __getitem__(self, index: int | slice) -> D | Sequence[D]:
-        if isinstance(index, slice):
-            return _BatchData(self._data, self._indices[index])
-        return self._data[self._indices[index]]
-
-    def __repr__(self) -> str:
-        return f"<descriptors of {len(self)} items>"
 
 
 class Batch(Generic[D]):
@@ -136,7 +112,7 @@ class Batch(Generic[D]):
     @property
     def data(self) -> Sequence[D]:
         """The items' descriptors, ``group[i]`` for each of ``indices``."""
-        return _BatchData(self._group.data, self.indices)
+        return Chosen(self._group.data, self.indices)
 
     def get_data(self, index: int) -> D:
         """Descriptor of one item, counted within the batch."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from hydrax._arguments import check_int
 from hydrax._datagroup import DataGroup
+from hydrax._sequences import Chosen
 
 __all__ = ["PackPlan", "TooLong", "bucket_by_length", "pack_sequences"]
 
@@ -21,26 +22,6 @@ logger = logging.getLogger(__name__)
 D = TypeVar("D")
 
 TooLong = Literal["error", "drop", "truncate"]
-
-
-class _Chosen(Sequence[D]):
-    """Some of the items of a sequence; looked up when asked for."""
-
-    def __init__(self, data: Sequence[D], indices: npt.NDArray[np.int64]) -> None:
-        self._data = data
-        self._indices = indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    @overload
-    def __getitem__(self, index: int) -> D: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[D]: ...
-    def __getitem__(self, index: int | slice) -> D | Sequence[D]:
-        if isinstance(index, slice):
-            return _Chosen(self._data, self._indices[index])
-        return self._data[int(self._indices[index])]
 
 
 def bucket_by_length(
@@ -110,7 +91,7 @@ def bucket_by_length(
             # The kinds of data that batched loader functions are given as arrays.
             np.asarray(data)[indices]
             if isinstance(data, (range, np.ndarray))
-            else _Chosen(data, indices)
+            else Chosen(data, indices)
         )
         groups.append(DataGroup(size, chosen, loader_arrays=loader_arrays(edge), **options))
     if not groups:

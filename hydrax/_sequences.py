@@ -15,12 +15,13 @@ import sqlite3
 import sys
 import types
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast, overload
 
 import numpy as np
 
 __all__ = [
+    "Chosen",
     "H5Rows",
     "ZarrRows",
     "as_sequence",
@@ -30,6 +31,8 @@ __all__ = [
     "take",
     "take_array",
 ]
+
+D = TypeVar("D")
 
 _CONTAINER_LOOK = 32
 """So many elements of a container are looked at for open files."""
@@ -132,21 +135,43 @@ def take_array(data: Sequence[Any], indices: np.ndarray[Any, Any]) -> Sequence[A
 
 def items_of(data: Sequence[Any], indices: Sequence[int]) -> Sequence[Any]:
     """Like :func:`take`, but items that are had one by one are had when they are asked for."""
-    return take(data, indices) if hasattr(data, "__getitems__") else _Items(data, indices)
+    return take(data, indices) if hasattr(data, "__getitems__") else Chosen(data, indices)
 
 
-class _Items(Sequence[Any]):
+class Chosen(Sequence[D]):
+    """Some of the items of a sequence, looked up when asked for.
+
+    Args:
+        data: The sequence.
+        indices: Their positions in it: a list, a range or an array.
+    """
+
     __slots__ = ("_data", "_indices")
 
-    def __init__(self, data: Sequence[Any], indices: Sequence[int]) -> None:
+    def __init__(
+        self, data: Sequence[D], indices: Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]
+    ) -> None:
         self._data = data
         self._indices = indices
 
     def __len__(self) -> int:
         return len(self._indices)
 
-    def __getitem__(self, position: Any) -> Any:
-        return self._data[self._indices[position]]
+    @overload
+    def __getitem__(self, position: int) -> D: ...
+    @overload
+    def __getitem__(self, position: slice) -> Sequence[D]: ...
+    def __getitem__(self, position: int | slice) -> D | Sequence[D]:
+        chosen = self._indices[position]
+        if isinstance(position, slice):
+            return Chosen(self._data, chosen)  # type: ignore[arg-type]
+        return self._data[int(chosen)]  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[D]:
+        return (self._data[int(index)] for index in self._indices)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} items of a {type(self._data).__name__}>"
 
 
 def _open_file_in(value: Any, path: str, depth: int, seen: set[int]) -> str | None:

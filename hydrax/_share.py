@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar, overload
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from hydrax._arguments import check_int
+from hydrax._sequences import Chosen
 
 __all__ = ["process_share"]
 
 logger = logging.getLogger(__name__)
 
 D = TypeVar("D")
-
-
-class _Share(Sequence[D]):
-    """Each count-th item of a sequence, from the item index on, so many of them."""
-
-    def __init__(self, data: Sequence[D], index: int, count: int, length: int) -> None:
-        self._data = data
-        self._positions = range(index, index + length * count, count)
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-    @overload
-    def __getitem__(self, item: int) -> D: ...
-    @overload
-    def __getitem__(self, item: slice) -> list[D]: ...
-    def __getitem__(self, item: int | slice) -> D | list[D]:
-        if isinstance(item, slice):
-            return [self._data[position] for position in self._positions[item]]
-        return self._data[self._positions[item]]
-
-    def __iter__(self) -> Iterator[D]:
-        return (self._data[position] for position in self._positions)
 
 
 def process_share(
@@ -84,7 +62,8 @@ def process_share(
         )
     if rest:
         logger.info("%d of %d items are no process's, so that all have as many", rest, len(data))
+    chosen = range(index, index + length * count, count)
     if isinstance(data, (range, np.ndarray)):
-        share: Any = data[index : index + length * count : count]
+        share: Any = data[chosen.start : chosen.stop : count]
         return share  # type: ignore[no-any-return]
-    return _Share(data, index, count, length)
+    return Chosen(data, chosen)

@@ -402,7 +402,7 @@ def test_reprs_say_what_a_batch_and_a_dataloader_are() -> None:
         batch = next(dataloader)
         assert isinstance(batch, ValidationBatch)
         assert repr(batch) == "<ValidationBatch 0 (run 0, batch 0), x: float32[2, 3]>"
-        assert repr(batch.data) == "<descriptors of 2 items>"
+        assert repr(batch.data) == "<2 items of a range>"
         del batch
     assert "closed" in repr(dataloader)
     assert "4 items, batch_size 2" in repr(group)
