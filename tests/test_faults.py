@@ -178,7 +178,7 @@ def test_a_big_depth_with_few_batches_works():
     assert all(batch.arrays["x"][:, 0].tolist() == list(batch.data) for batch in kept)
 
 
-# R25: shapes, and what the loader does not fill
+# Shapes, and what the loader does not fill
 
 
 def test_a_wrong_shape_is_an_error_with_descriptor_and_array():
@@ -324,7 +324,7 @@ def test_the_item_mapping_is_read_only_and_its_scalars_are_writable():
             del batch
 
 
-# R57: what loader processes know of the main process
+# What loader processes know of the main process
 
 
 class Curriculum:
@@ -380,7 +380,7 @@ def test_in_process_the_context_has_no_worker():
         hydrax.loader_context()
 
 
-# R76: small rows
+# Small rows
 
 
 @pytest.mark.parametrize(("depth", "loader_count"), [(3, 2), (2, 1), (3, 0)])
@@ -437,7 +437,7 @@ def test_rows_of_100_bytes_come_at_a_third_of_the_rate_of_numpy_indexing_or_more
     assert max(ratios) > 1 / 3, ratios
 
 
-# R89: the source
+# The source
 
 
 def test_working_in_place_in_the_loader_leaves_the_source_alone():
