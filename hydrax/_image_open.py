@@ -47,6 +47,15 @@ class _ProfileError(Exception):
     """An embedded profile cannot be used; the text says why."""
 
 
+# Programs that catch what Pillow raises catch these, too.
+class UnknownImageError(ImageError, UnidentifiedImageError):
+    """The content is no image of a known format."""
+
+
+class TooLargeImageError(ImageError, Image.DecompressionBombError):
+    """The image has more pixels than the limit."""
+
+
 def open_srgb(
     fp: str | os.PathLike[str] | IO[bytes] | Any,
     *,
@@ -79,8 +88,10 @@ def open_srgb(
 
     Raises:
         ImageError: The content is empty, damaged, cut off, not an image, or larger than the limit
-            of :func:`set_max_image_pixels`; names the file and the reason.
+            of :func:`set_max_image_pixels`; names the file and the reason. It is also Pillow's
+            ``UnidentifiedImageError`` or ``DecompressionBombError`` where Pillow raises one.
         FileNotFoundError, PermissionError, IsADirectoryError: As ``open`` raises them.
+        TypeError: ``formats`` or ``convert`` is of the wrong kind.
         ValueError: ``mode`` is not one that sRGB can be converted to, or ``convert`` names no
             intent.
 
@@ -101,6 +112,10 @@ def open_srgb(
         raise ValueError(f"mode {mode!r} cannot be made from sRGB; use one of {sorted(_MODES)}")
     if formats is not None and not isinstance(formats, (list, tuple)):
         raise TypeError(f"formats must be a list or tuple, not {type(formats).__name__}")
+    if not isinstance(convert, (tuple, list)) or len(convert) != 2:
+        raise TypeError(
+            f"convert is {convert!r}; expected an intent and flags, such as CONVERT_RELATIVE"
+        )
     convert = (ImageCms.Intent(convert[0]), int(convert[1]))
     name = _name_of(fp)
     problems: list[str] = []
@@ -112,13 +127,13 @@ def open_srgb(
         except MemoryError:
             raise
         except Image.DecompressionBombError as error:
-            raise ImageError(
+            raise TooLargeImageError(
                 f"cannot read image {name}: {error}; "
                 "hydrax.image.set_max_image_pixels sets the limit"
             ) from error
         except UnidentifiedImageError as error:
             reason = "the file is empty" if _is_empty(stream) else "not an image of a known format"
-            raise ImageError(f"cannot read image {name}: {reason}") from error
+            raise UnknownImageError(f"cannot read image {name}: {reason}") from error
         except Exception as error:
             # Damaged files make Pillow's decoders raise nearly every built-in exception
             # (OSError, SyntaxError, ValueError, struct.error, IndexError, ...).

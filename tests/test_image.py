@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("PIL", reason="hydrax.image needs Pillow")
 
-from PIL import Image, ImageCms, ImageFile, PngImagePlugin
+from PIL import Image, ImageCms, ImageFile, PngImagePlugin, UnidentifiedImageError
 
 from hydrax import _image_open
 from hydrax import image as hi
@@ -250,6 +250,26 @@ def test_size_limit_can_be_set_and_its_error_says_so(monkeypatch: Any) -> None:
             hi.set_max_image_pixels(bad)
     with pytest.raises(TypeError, match="int or None"):
         hi.set_max_image_pixels(1e9)  # type: ignore[arg-type]
+
+
+def test_errors_are_also_those_that_pillow_raises(monkeypatch):
+    with pytest.raises(UnidentifiedImageError) as unknown:
+        open_srgb(b"no image")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1)
+    file = io.BytesIO()
+    Image.new("L", (4, 4)).save(file, "PNG")
+    with pytest.raises(Image.DecompressionBombError) as large:
+        open_srgb(file.getvalue())
+    for caught in (unknown, large):
+        assert isinstance(caught.value, ImageError)
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert (type(again), str(again)) == (type(caught.value), str(caught.value))
+
+
+@pytest.mark.parametrize("convert", [None, 1, (1,), "relative"])
+def test_a_conversion_of_the_wrong_kind_is_named(convert):
+    with pytest.raises(TypeError, match=r"convert is .*CONVERT_RELATIVE"):
+        open_srgb(b"", convert=convert)
 
 
 def test_bomb_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
