@@ -232,7 +232,7 @@ def _loader_error(
         f"seed {seed}: {failure.kind}: {failure.message}"
     )
     if failure.arrays:
-        message += f"\nThe item's arrays: {failure.arrays}"
+        message += f"\nThe item's arrays, to be filled in place: {failure.arrays}"
     if failure.traceback_text:
         where = (
             "the main process" if failure.pid == os.getpid() else f"loader process {failure.pid}"
