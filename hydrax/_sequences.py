@@ -146,32 +146,32 @@ class Chosen(Sequence[D]):
         indices: Their positions in it: a list, a range or an array.
     """
 
-    __slots__ = ("_data", "_indices")
+    __slots__ = ("data", "indices")
 
     def __init__(
         self, data: Sequence[D], indices: Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]
     ) -> None:
-        self._data = data
-        self._indices = indices
+        self.data = data
+        self.indices = indices
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self.indices)
 
     @overload
     def __getitem__(self, position: int) -> D: ...
     @overload
     def __getitem__(self, position: slice) -> Sequence[D]: ...
     def __getitem__(self, position: int | slice) -> D | Sequence[D]:
-        chosen = self._indices[position]
+        chosen = self.indices[position]
         if isinstance(position, slice):
-            return Chosen(self._data, chosen)  # type: ignore[arg-type]
-        return self._data[int(chosen)]  # type: ignore[arg-type]
+            return Chosen(self.data, chosen)  # type: ignore[arg-type]
+        return self.data[int(chosen)]  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[D]:
-        return (self._data[int(index)] for index in self._indices)
+        return (self.data[int(index)] for index in self.indices)
 
     def __repr__(self) -> str:
-        return f"<{len(self)} items of a {type(self._data).__name__}>"
+        return f"<{len(self)} items of a {type(self.data).__name__}>"
 
 
 def _open_file_in(value: Any, path: str, depth: int, seen: set[int]) -> str | None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hydrax import _context, _core
+from hydrax._sequences import Chosen
 
 __all__ = ["readable", "warn_of_copying"]
 
@@ -31,6 +32,8 @@ def readable(data: Sequence[Any]) -> Sequence[Any]:
     In a loader process the items of a large list or tuple come as copies, made without a write to
     the originals; objects of which there can be no plain copy come themselves.
     """
+    if isinstance(data, Chosen):
+        return Chosen(readable(data.data), data.indices)
     if _context.is_worker() and _is_list(data) and len(data) >= _MANY_ITEMS:
         return _core.Items(data)  # type: ignore[arg-type,return-value]
     return data
@@ -38,6 +41,8 @@ def readable(data: Sequence[Any]) -> Sequence[Any]:
 
 def warn_of_copying(data: Sequence[Any]) -> None:
     """Log a warning if loader processes will copy a large list as they read it."""
+    if isinstance(data, Chosen):
+        data = data.data
     count = len(data)
     if count < _WARNED_ITEMS or not _is_list(data):
         return
