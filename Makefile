@@ -76,8 +76,9 @@ $(core): setup.py $(sources) | $(venv)/.made
 demo: $(venv)/.demo $(core)
 	$(bin)/python examples/digits.py $(ARGS)
 
+# Two processes, each with some of the files; ARGS="-n 0" is for a debugger.
 test: $(venv)/.test $(core)
-	$(bin)/python -m pytest $(ARGS)
+	$(bin)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: $(venv)/.test $(core)
 	$(bin)/python benchmarks/run.py $(ARGS)

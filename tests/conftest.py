@@ -49,6 +49,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem in LARGE_MODULES)
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What tests have counted: how often which outcome."""
+    counts: dict[str, Counter[str]] = {}
+    for report in terminalreporter.getreports(""):
+        for what, found in report.user_properties if report.when == "teardown" else ():
+            counts.setdefault(what, Counter()).update(found)
+    for what, found in counts.items():
+        terminalreporter.section(f"{found.total()} {what}")
+        for outcome, count in sorted(found.items()):
+            terminalreporter.line(f"{count:4d} x {outcome}")
+
+
 def _seed_of(node: pytest.Item) -> int:
     """A seed of the test's own, the same whichever other tests run."""
     return zlib.crc32(node.nodeid.encode(), RUN_SEED)

@@ -54,14 +54,11 @@ outcomes: Counter[str] = Counter()
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _print_counts(request):
+@pytest.fixture(autouse=True)
+def _report_counts(request):
     yield
-    capture = request.config.pluginmanager.getplugin("capturemanager")
-    with capture.global_and_fixture_disabled():
-        print(f"\n{sum(outcomes.values())} runs with a fault:")
-        for outcome, count in sorted(outcomes.items()):
-            print(f"  {count:4d} x {outcome}")
+    request.node.user_properties.append(("runs with a fault", dict(outcomes)))
+    outcomes.clear()
 
 
 def words_of(numbers, seeds):
