@@ -61,12 +61,16 @@ def run_script(name: str, *args: str, timeout_s: float = WATCHDOG_S) -> Result:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is more than an exit code that nobody has fetched."""
+    """Whether a process exists and is more than an exit code that nobody has fetched.
+
+    Its main thread may have ended before the others, and then it runs.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
+    fields = stat.rpartition(")")[2].split()
+    return fields[0] != "Z" or int(fields[17]) > 1
 
 
 def seconds_until_gone(pids: Iterable[int], at_most_s: float) -> float:
