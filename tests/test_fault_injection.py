@@ -12,6 +12,7 @@ import ctypes
 import functools
 import gc
 import os
+import re
 import signal
 import threading
 import time
@@ -170,10 +171,18 @@ def meanwhile(rng, act, within_s=0.08):
         thread.join()
 
 
+def is_settled(pid):
+    """Whether a worker has come so far that a signal is not taken for one to the whole group."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"SigBlk:\s*(\w+)", status)[1], 16) == 0
+
+
 def signal_worker(rng, dataloader, signum, pids=None):
     """Send a signal to a worker, which may have ended already; its pid is added to pids."""
     pid = int(rng.choice([worker.pid for worker in dataloader.stats().workers]))
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        while signum == signal.SIGTERM and not is_settled(pid):
+            time.sleep(0.001)
         os.kill(pid, signum)
     if pids is not None:
         pids.append(pid)
