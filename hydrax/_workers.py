@@ -213,16 +213,24 @@ class WorkerPool:
         self._server = connection
 
     def _fork_workers_from_server(self, indices: Sequence[int]) -> None:
-        server = self._server
-        assert server is not None
         for index in indices:
             try:
-                pid = _spawned.fork_worker(server, index, self._stack_files.renew(index))
+                pid = self._fork_by_server(index)
             except (EOFError, OSError) as error:
                 raise WorkerStartError(
                     "the process that forks the loader processes has ended"
                 ) from error
-            self._add(index, pid, lambda pid=pid: _spawned.reap_worker(server, pid))  # type: ignore[misc]
+            self._add(index, pid, lambda by=self._server, pid=pid: _spawned.reap_worker(by, pid))  # type: ignore[misc]
+
+    def _fork_by_server(self, index: int) -> int:
+        assert self._server is not None
+        try:
+            return _spawned.fork_worker(self._server, index, self._stack_files.renew(index))
+        except (EOFError, OSError):
+            logger.warning("the process that forks the loader processes has ended; another starts")
+            self._server.close()
+            self._start_server()
+            return _spawned.fork_worker(self._server, index, self._stack_files.renew(index))
 
     def __len__(self) -> int:
         return self._count

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from isolated.run import seconds_until_gone
 
@@ -47,6 +48,12 @@ class Deadly:
                     deed()
                     break
         return {"number": number}
+
+
+def report_pid(number, arrays, seed):
+    arrays["x"][:] = number
+    arrays["seed"][...] = seed
+    return {"pid": os.getpid()}
 
 
 def kill_self():
@@ -277,3 +284,27 @@ def test_deaths_leave_no_descriptors(tmp_path):
                 break
         assert max(counts[20:]) <= counts[5] + 1
         assert dataloader.stats().batches_delivered == 300
+
+
+def test_a_fork_server_that_dies_is_replaced_where_a_worker_is(caplog):
+    with Dataloader(
+        report_pid,
+        group(),
+        loader_count=2,
+        timeout_sec=TIMEOUT_S,
+        start_method="forkserver",
+        max_restarts=1,
+        end_at=("epoch", 2),
+    ) as dataloader:
+        pid = next(dataloader).additional["pid"][0]
+        server = psutil.Process(pid).ppid()
+        assert server != os.getpid()
+        kill_if_there(server)
+        seconds_until_gone([server], at_most_s=5)
+        kill_if_there(pid)
+        seconds_until_gone([pid], at_most_s=5)
+        time.sleep(0.05)  # next() looks every 20 ms
+        numbers = [n for batch in dataloader for n in batch.arrays["x"][:, 0].tolist()]
+        assert len(numbers) == 2 * ITEMS - BATCH_SIZE
+    assert "another starts" in caplog.text
+    assert "restart 1 of at most 1" in caplog.text
