@@ -125,16 +125,21 @@ def scan_draws(get_batch: Any, length: int) -> Callable[[Any], Any]:
     return lambda state: jax.lax.scan(step, (state, jnp.float32(0)), length=length)[0]
 
 
-def seconds_per_run(run: Callable[[], Any], seconds: float) -> float:
-    """Median time of a call, after one that is not counted."""
-    run()
-    times = []
-    begin = time.perf_counter()
-    while len(times) < 3 or time.perf_counter() - begin < seconds:
-        start = time.perf_counter()
+def seconds_per_run(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
+    """Median times of calls, after one of each that is not counted.
+
+    They take turns, as what else the machine does changes within seconds.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
         run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    begin = time.perf_counter()
+    while any(len(found) < 3 for found in times.values()) or time.perf_counter() - begin < seconds:
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def keep_drawing(program: Any, state: Any) -> Callable[[], None]:
@@ -157,7 +162,6 @@ def measure_draws(contender: str, seconds: float) -> dict[str, float]:
     rng = np.random.default_rng(0)
     values = rng.normal(size=(ROW_COUNT, *SHAPE)).astype(np.float32)
     data, loader = loader_over(contender, values)
-    result = {}
     rows = jnp.asarray(rng.integers(ROW_COUNT, size=(DRAW_COUNT, MB_SIZE)))
     on_device = jnp.asarray(values)
 
@@ -168,16 +172,22 @@ def measure_draws(contender: str, seconds: float) -> dict[str, float]:
 
         return jax.lax.scan(step, jnp.float32(0), rows)[0]
 
+    runs: dict[str, Callable[[], Any]] = {}
+    releases = []
     for cache in CACHE_SIZES:
         init, get_batch, release = data.random_reference_data(loader, cache, MB_SIZE)
         program = jax.jit(scan_draws(get_batch, DRAW_COUNT))
-        per_run = seconds_per_run(keep_drawing(program, init(seed=0)), seconds)
-        result[f"draws_{cache}"] = DRAW_COUNT / per_run
-        result[f"draw_{cache}_us"] = per_run / DRAW_COUNT * 1e6
-        release()
+        runs[f"draw_{cache}"] = keep_drawing(program, init(seed=0))
+        releases.append(release)
     if contender == HYDRAX:
-        per_run = seconds_per_run(lambda: jax.block_until_ready(device(on_device)), seconds)
-        result["device_us"] = per_run / DRAW_COUNT * 1e6
+        runs["device"] = lambda: jax.block_until_ready(device(on_device))
+    result = {}
+    for name, per_run in seconds_per_run(runs, seconds * len(runs)).items():
+        result[f"{name}_us"] = per_run / DRAW_COUNT * 1e6
+        if name != "device":
+            result[name.replace("draw_", "draws_")] = DRAW_COUNT / per_run
+    for release in releases:
+        release()
     return result
 
 
@@ -198,10 +208,10 @@ def measure_map(contender: str, seconds: float) -> dict[str, float]:
 
         program = jax.jit(lambda: mapper(fun, jnp.float32(0), masking=True))  # noqa: B023
         per_run = seconds_per_run(
-            lambda: jax.block_until_ready(program()),  # noqa: B023
+            {"map": lambda: jax.block_until_ready(program())},  # noqa: B023
             seconds,
         )
-        result[f"map_{cache}"] = MAP_ROWS / per_run
+        result[f"map_{cache}"] = MAP_ROWS / per_run["map"]
         release()
     return result
 
@@ -213,9 +223,9 @@ def measure_call(seconds: float) -> dict[str, float]:
     data, loader = loader_over(HYDRAX, np.zeros((1000,), np.float32))
     init, get_batch, release = data.random_reference_data(loader, 1000, 2)
     program = jax.jit(scan_draws(get_batch, 10_000))
-    per_run = seconds_per_run(keep_drawing(program, init(seed=0)), seconds)
+    per_run = seconds_per_run({"call": keep_drawing(program, init(seed=0))}, seconds)
     release()
-    return {"call_us": per_run / 10_000 * 1e6}
+    return {"call_us": per_run["call"] / 10_000 * 1e6}
 
 
 def measure_vmap(seconds: float) -> dict[str, float]:
@@ -236,10 +246,10 @@ def measure_vmap(seconds: float) -> dict[str, float]:
         for run in runs:
             run()
 
-    chains = seconds_per_run(one_after_the_other, seconds)
-    vmapped = seconds_per_run(keep_drawing(jax.jit(jax.vmap(scan)), stacked), seconds)
+    vmapped = keep_drawing(jax.jit(jax.vmap(scan)), stacked)
+    per_run = seconds_per_run({"chains": one_after_the_other, "vmap": vmapped}, 2 * seconds)
     release()
-    return {"vmap_us": vmapped / DRAW_COUNT * 1e6, "chains_us": chains / DRAW_COUNT * 1e6}
+    return {f"{name}_us": found / DRAW_COUNT * 1e6 for name, found in per_run.items()}
 
 
 def measure_thread(seconds: float) -> dict[str, float]:
@@ -305,9 +315,10 @@ def measure_slow(seconds: float) -> dict[str, float]:
     init, get_batch, release = data.random_reference_data(loader, SLOW_CACHE_SIZE, SLOW_MB_SIZE)
     length = 100
     run = keep_drawing(jax.jit(scan_draws(get_batch, length)), init(seed=0))
-    per_run = seconds_per_run(run, max(seconds, 1.0))
+    bare = bare_rate()
+    per_run = seconds_per_run({"draws": run}, max(seconds, 1.0))["draws"]
     release()
-    return {"slow_items": length * SLOW_MB_SIZE / per_run, "slow_bare": bare_rate()}
+    return {"slow_items": length * SLOW_MB_SIZE / per_run, "slow_bare": (bare + bare_rate()) / 2}
 
 
 def bare_rate() -> float:
