@@ -18,6 +18,7 @@ import pytest
 import hydrax
 from hydrax import data
 from hydrax.data import _host_draws
+from hydrax.data._draws import Selection, random_chain
 from hydrax.data.arena_loader import ArenaDataLoader
 from hydrax.data.numpy_loader import DeviceNumpyDataLoader, NumpyDataLoader
 
@@ -512,6 +513,26 @@ def test_data_on_the_device_are_there_only_and_fit_its_dtypes():
     assert DeviceNumpyDataLoader(copy=False, x=kept).get_full_data()["x"].tolist() == kept.tolist()
     with pytest.raises(hydrax.ValueRangeError, match=r"array 'x'.* does not fit int32"):
         DeviceNumpyDataLoader(x=np.full(3, 2**40))
+
+
+def test_of_a_memory_map_random_draws_read_nothing_ahead(tmp_path: Path):
+    path = tmp_path / "rows"
+    np.arange(2**20, dtype=np.float32).tofile(path)
+    loader = NumpyDataLoader(copy=False, x=np.memmap(path, np.float32).reshape(-1, 1024))
+    init, get_batch, release = data.random_reference_data(loader, 10, 32, worker_count=1)
+    (engine,) = loader._engines
+
+    def is_read_at_random() -> bool:
+        after = Path(f"/proc/{engine.pids[0]}/smaps").read_text().split(str(path))[1]
+        flags = next(line for line in after.splitlines() if line.startswith("VmFlags:"))
+        return "rr" in flags.split()
+
+    assert not is_read_at_random()
+    _, batch = get_batch(init(seed=0))
+    rows, _ = Selection(random_chain(seed=0), 2**10, 32).indices(0)
+    np.testing.assert_array_equal(batch["x"][:, 0], rows * 1024)
+    assert is_read_at_random()
+    release()
 
 
 def test_the_arena_loader_draws_the_rows_of_the_numpy_loader_with_seeds_of_its_own():

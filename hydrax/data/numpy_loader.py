@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hydrax._convert import convert
+from hydrax._mapped import reads_of
 from hydrax._specs import dlpack_code
 from hydrax.data._draws import Chain, Selections
 from hydrax.data._host import SourceDataLoader
@@ -42,7 +43,10 @@ class NumpyBase(DataLoader):
         self._data: dict[str, Any] = {}
         for name, value in sorted(reference_data.items()):
             is_copied = copy or (isinstance(value, jax.Array) and not on_device)
-            array = np.array(value) if is_copied else np.asarray(value)
+            if is_copied:
+                array = np.array(value)
+            else:  # a memory map stays one, so that it is known
+                array = value if isinstance(value, np.memmap) else np.asarray(value)
             if dlpack_code(array.dtype) is None:
                 raise TypeError(
                     f"{name} has dtype {array.dtype}, which cannot be an array of JAX; give "
@@ -110,6 +114,7 @@ class _NumpySource(DrawSource):
 
     def __init__(self, arrays: Sequence[NDArray[Any]], mb_size: int) -> None:
         self._arrays = arrays
+        self._reads = [reads for array in arrays if (reads := reads_of(array)) is not None]
         self._selections = Selections(len(arrays[0]), mb_size)
 
     @property
@@ -129,6 +134,8 @@ class _NumpySource(DrawSource):
         for array, target in zip(self._arrays, arrays, strict=True):
             # With mode="raise" NumPy would go through a buffer.
             np.take(array, indices, axis=0, out=target, mode="clip")
+        for reads in self._reads:
+            reads.note(indices.size, is_random=not chain.is_ordered)
 
 
 class NumpyDataLoader(NumpyBase, SourceDataLoader):
@@ -139,7 +146,7 @@ class NumpyDataLoader(NumpyBase, SourceDataLoader):
 
     Args:
         copy: Whether to copy the arrays; otherwise do not change them afterwards. A ``jax.Array``
-            is always copied, once.
+            is always copied, once. For data larger than memory give a ``numpy.memmap`` and False.
         **reference_data: Arrays with an equal first dimension, the observations, each under the
             name that it gets in a mini-batch.
 
