@@ -40,10 +40,15 @@ static inline void hx_store_seq_cst_u32(_Atomic uint32_t *word, uint32_t value)
     atomic_store_explicit(word, value, memory_order_seq_cst);
 }
 
-/* Both return the value from before the operation. */
+/* These return the value from before the operation. */
 static inline uint32_t hx_add_relaxed_u32(_Atomic uint32_t *word, uint32_t value)
 {
     return atomic_fetch_add_explicit(word, value, memory_order_relaxed);
+}
+
+static inline uint32_t hx_add_seq_cst_u32(_Atomic uint32_t *word, uint32_t value)
+{
+    return atomic_fetch_add_explicit(word, value, memory_order_seq_cst);
 }
 
 static inline uint32_t hx_sub_acq_rel_u32(_Atomic uint32_t *word, uint32_t value)

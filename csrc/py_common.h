@@ -59,6 +59,7 @@ int core_random_begin(uint64_t seed);
 /* Functions of the module, defined next to what they are about. */
 PyObject *core_draw_handler(PyObject *module, PyObject *unused);
 PyObject *core_watch_interrupts(PyObject *module, PyObject *unused);
+PyObject *core_end_descriptions(PyObject *module, PyObject *unused);
 PyObject *core_checksum(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *core_start_guard(PyObject *module, PyObject *argument);
 PyObject *core_take_slices(PyObject *module, PyObject *argument);

@@ -1,7 +1,9 @@
 /* Type Draws (an engine that draws from arenas), and the XLA handler that draws. */
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
+#include "hx_atomic.h"
 #include "hx_draw.h"
 #include "hx_interrupt.h"
 #include "hx_wait.h"
@@ -32,8 +34,8 @@ static char *copy_text(PyObject *text)
     return copy;
 }
 
-/* Ask Python what to say about trouble; an hx_draw_describe. Takes the GIL. */
-static char *describe(void *context, const struct hx_draw_report *report)
+/* Ask Python what to say about trouble. Takes the GIL. */
+static char *describe_in_python(void *context, const struct hx_draw_report *report)
 {
     const PyGILState_STATE gil = PyGILState_Ensure();
     PyObject *function = Py_XNewRef((PyObject *)hx_draw_context(context));
@@ -68,6 +70,33 @@ cleanup:
     Py_XDECREF(function);
     PyGILState_Release(gil);
     return copy;
+}
+
+/* Threads in describe(), and whether the interpreter ends: a thread that asks it for the GIL then is
+ * ended, which XLA's threads do not survive. */
+static _Atomic uint32_t describing;
+static _Atomic uint32_t is_ending;
+
+/* An hx_draw_describe. Takes the GIL while there is one. */
+static char *describe(void *context, const struct hx_draw_report *report)
+{
+    char *text;
+    /* Announce, then look; core_end_descriptions() does it the other way round. */
+    hx_add_seq_cst_u32(&describing, 1);
+    text = hx_load_seq_cst_u32(&is_ending) ? NULL : describe_in_python(context, report);
+    hx_sub_acq_rel_u32(&describing, 1);
+    return text;
+}
+
+PyObject *core_end_descriptions(PyObject *module, PyObject *unused)
+{
+    const struct timespec pause = {.tv_nsec = 1000000};
+    (void)module;
+    (void)unused;
+    hx_store_seq_cst_u32(&is_ending, 1);
+    Py_BEGIN_ALLOW_THREADS for (int i = 0; i < 1000 && hx_load_seq_cst_u32(&describing) != 0; i++)
+        nanosleep(&pause, NULL);
+    Py_END_ALLOW_THREADS return Py_NewRef(Py_None);
 }
 
 /* The arrays of a draw from a sequence of (offset, draw_nbytes); new from malloc, or NULL. */

@@ -80,6 +80,9 @@ static PyMethodDef core_functions[] = {
     {"signal_thread", core_signal_thread, METH_VARARGS, signal_thread_doc},
     {"draw_handler", core_draw_handler, METH_NOARGS, draw_handler_doc},
     {"watch_interrupts", core_watch_interrupts, METH_NOARGS, watch_doc},
+    {"end_descriptions", core_end_descriptions, METH_NOARGS,
+     "end_descriptions()\n--\n\nThe interpreter ends: draws that fail ask Python nothing any "
+     "more."},
     {"random_capsule", core_random_capsule, METH_O, capsule_doc},
     {"random_choose_inner", core_random_choose_inner, METH_NOARGS, choose_inner_doc},
     {"random_restart", core_random_restart, METH_NOARGS, restart_doc},

@@ -468,3 +468,39 @@ def test_what_failed_while_it_was_loaded_ahead_is_tried_again_when_it_is_needed(
         state, batch = draw(state)
     assert batch["x"].shape == (4,)
     release()
+
+
+RUNNING_AT_EXIT = """
+    import gc, time
+    import jax, jax.numpy as jnp, numpy as np, hydrax
+    from hydrax import data
+    from hydrax.data.arena_loader import ArenaDataLoader
+
+    def load(number, arrays, seed):
+        time.sleep(0.01)
+        arrays["x"][...] = number
+
+    group = hydrax.DataGroup(1, range(1000), loader_arrays={"x": ((64,), "f4", "f4")})
+    init, get_batch, release = data.random_reference_data(ArenaDataLoader(load, group), 2, 4)
+    square = jnp.ones((64, 64))
+
+    @jax.jit
+    def run(state):
+        def step(state, _):
+            state, batch = get_batch(state)
+            return state, (batch["x"] @ square).sum()
+        return jax.lax.scan(step, state, length=1000)
+
+    state, sums = run(init(seed=0))
+    if {is_forgotten}:
+        del init, get_batch, release, run
+        gc.collect()
+    print(sums.is_ready())
+"""
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_a_program_that_runs_at_exit_ends_quietly(is_forgotten):
+    script = textwrap.dedent(RUNNING_AT_EXIT).replace("{is_forgotten}", str(is_forgotten))
+    result = finish(start_script("-c", script))
+    assert (result.stdout, result.stderr, result.returncode) == ("False\n", "", 0)

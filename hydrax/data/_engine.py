@@ -6,12 +6,14 @@ loader processes, says what went wrong, and starts anew after a failure.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import pickle
 import struct
 import threading
+import time
 import weakref
 import zlib
 from collections.abc import Sequence
@@ -28,7 +30,7 @@ from hydrax._workers import WorkerPool
 from hydrax.data._draw_loader import MASK, DrawJob
 from hydrax.data._draws import Chain
 from hydrax.data._feeder import Feeder
-from hydrax.data._pending import has_pending_results, wait_for_results
+from hydrax.data._pending import pending_results, still_pending
 from hydrax.data._source import KEY_WORDS, DrawSource, chain_from_numbers, chain_words
 from hydrax.errors import ArenaMemoryError, BatchTimeoutError, LoaderError, WorkerDiedError
 
@@ -44,6 +46,8 @@ _BLOCK_NBYTES, _BLOCK_ROWS = 2**20, 64
 # How far programs are loaded for ahead: so many blocks, but no more than so many bytes, so that
 # loader processes that do not get a processor for a moment do not hold programs up.
 _AHEAD_COUNT, _AHEAD_NBYTES = 8, 2**23
+# How often a forgotten engine looks whether the programs have ended that draw from it.
+_POLL_S = 0.02
 
 
 class ErrorBox:
@@ -200,12 +204,19 @@ class DrawEngine:
             source.close()
 
         def end_later() -> None:
-            wait_for_results()
+            # Not by waiting in JAX, where a thread cannot be when the interpreter ends.
+            results = pending
+            while results := still_pending(results):
+                time.sleep(_POLL_S)
+            _orphans.discard(draws)
             end()
 
-        if has_pending_results():
+        pending = pending_results()
+        if pending:
+            thread = threading.Thread(target=end_later, name="hydrax-release", daemon=True)
             with contextlib.suppress(RuntimeError):  # the interpreter is ending
-                threading.Thread(target=end_later, name="hydrax-release", daemon=True).start()
+                _orphans.add(draws)
+                thread.start()
                 return
         end()
 
@@ -448,6 +459,8 @@ _RELEASED = (
     "the program again"
 )
 _live: weakref.WeakSet[DrawEngine] = weakref.WeakSet()
+# Of engines that were forgotten while programs were drawing from them.
+_orphans: set[_core.Draws] = set()
 
 
 def _abandon_all() -> None:
@@ -457,3 +470,13 @@ def _abandon_all() -> None:
 
 
 os.register_at_fork(after_in_child=_abandon_all)
+
+
+@atexit.register  # before JAX ends its own, which was imported earlier
+def _end_all() -> None:
+    """At exit: programs that still run end at their next draw, and without Python."""
+    _core.end_descriptions()
+    for draws in list(_orphans):
+        draws.close()
+    for engine in list(_live):
+        engine.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["has_pending_results", "wait_for_results"]
+__all__ = ["pending_results", "still_pending", "wait_for_results"]
 
 
 def _arrays() -> list[Any]:
@@ -18,9 +18,14 @@ def _arrays() -> list[Any]:
     return arrays
 
 
-def has_pending_results() -> bool:
-    """Whether somebody holds results that programs have not computed yet."""
-    return any(not array.is_deleted() and not array.is_ready() for array in _arrays())
+def pending_results() -> list[Any]:
+    """Results that somebody holds and that programs have not computed yet."""
+    return still_pending(_arrays())
+
+
+def still_pending(arrays: list[Any]) -> list[Any]:
+    """Those of the arrays that have not been computed yet."""
+    return [array for array in arrays if not array.is_deleted() and not array.is_ready()]
 
 
 def wait_for_results() -> None:
