@@ -87,13 +87,9 @@ def bucket_by_length(
         indices = kept[bucket_of == bucket]
         if len(indices) == 0:
             continue
-        chosen: Any = (
-            # The kinds of data that batched loader functions are given as arrays.
-            np.asarray(data)[indices]
-            if isinstance(data, (range, np.ndarray))
-            else Chosen(data, indices)
+        groups.append(
+            DataGroup(size, Chosen(data, indices), loader_arrays=loader_arrays(edge), **options)
         )
-        groups.append(DataGroup(size, chosen, loader_arrays=loader_arrays(edge), **options))
     if not groups:
         raise ValueError("no item is left to put into a bucket")
     return groups

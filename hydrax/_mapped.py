@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from hydrax import _core
+from hydrax._sequences import whole_of
 
 __all__ = ["MappedReads", "reads_of"]
 
@@ -113,7 +114,8 @@ _HEADER = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ (\d+)\s*(.*)")
 
 
 def reads_of(data: Any) -> MappedReads | None:
-    """For data that is a memory map of a file; None for other data."""
+    """For data that is a memory map of a file, or some items of one; None for other data."""
+    data = whole_of(data)
     if not isinstance(data, np.memmap) or data.mode == "c" or data.size == 0:
         return None
     address = data.__array_interface__["data"][0]

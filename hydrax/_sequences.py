@@ -30,6 +30,7 @@ __all__ = [
     "refuse_fork",
     "take",
     "take_array",
+    "whole_of",
 ]
 
 D = TypeVar("D")
@@ -47,6 +48,8 @@ def as_sequence(data: Any) -> Sequence[Any]:
     Raises:
         TypeError: It is nothing of the kind, or holds an open file; says which.
     """
+    if isinstance(data, Chosen):
+        return Chosen(as_sequence(data.data), data.indices)
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(data, jax.Array):
         data = np.asarray(data)  # loader processes cannot use JAX
@@ -91,7 +94,7 @@ def refuse_fork(data: Any) -> None:
     Raises:
         ValueError: It is a source of array_record, as Grain and TFDS have them.
     """
-    for base in type(data).__mro__:
+    for base in type(whole_of(data)).__mro__:
         if base.__module__.partition(".")[0] in _THREADED:
             raise ValueError(
                 f"data is {base.__module__}.{base.__name__}, which reads with threads of native "
@@ -99,11 +102,13 @@ def refuse_fork(data: Any) -> None:
             )
 
 
-def take(data: Sequence[Any], indices: Sequence[int]) -> Sequence[Any]:
+def take(data: Any, indices: Sequence[int]) -> Sequence[Any]:
     """The items at some positions, in one call where the data offers it.
 
     That is ``__getitems__``, as data sets of PyTorch and others have it.
     """
+    while isinstance(data, Chosen):
+        data, indices = data.data, data.positions(np.asarray(indices, np.int64)).tolist()
     many: Any = getattr(data, "__getitems__", None)
     if many is None:
         return [data[index] for index in indices]
@@ -115,13 +120,15 @@ def take(data: Sequence[Any], indices: Sequence[int]) -> Sequence[Any]:
     return taken
 
 
-def take_array(data: Sequence[Any], indices: np.ndarray[Any, Any]) -> Sequence[Any]:
+def take_array(data: Any, indices: np.ndarray[Any, Any]) -> Sequence[Any]:
     """Like :func:`take`, but an array where the data is a range or an array.
 
     Args:
         data: The data.
         indices: Positions, int64 of shape ``(count,)``; of a range they become the items.
     """
+    while isinstance(data, Chosen):
+        data, indices = data.data, data.positions(indices)
     if isinstance(data, np.ndarray):
         return cast(Sequence[Any], data[indices])
     if not isinstance(data, range):
@@ -135,7 +142,15 @@ def take_array(data: Sequence[Any], indices: np.ndarray[Any, Any]) -> Sequence[A
 
 def items_of(data: Sequence[Any], indices: Sequence[int]) -> Sequence[Any]:
     """Like :func:`take`, but items that are had one by one are had when they are asked for."""
-    return take(data, indices) if hasattr(data, "__getitems__") else Chosen(data, indices)
+    is_many = hasattr(whole_of(data), "__getitems__")
+    return take(data, indices) if is_many else Chosen(data, indices)
+
+
+def whole_of(data: Any) -> Any:
+    """The sequence that chosen items are of; other data as it is."""
+    while isinstance(data, Chosen):
+        data = data.data
+    return data
 
 
 class Chosen(Sequence[D]):
@@ -153,6 +168,13 @@ class Chosen(Sequence[D]):
     ) -> None:
         self.data = data
         self.indices = indices
+
+    def positions(self, wanted: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Where some of the items are in the sequence, int64."""
+        if isinstance(self.indices, range):
+            return self.indices.start + self.indices.step * wanted
+        positions: np.ndarray[Any, Any] = np.asarray(self.indices, np.int64)[wanted]
+        return positions
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hydrax import _context, _core
-from hydrax._sequences import Chosen
+from hydrax._sequences import Chosen, whole_of
 
 __all__ = ["readable", "warn_of_copying"]
 
@@ -41,8 +41,7 @@ def readable(data: Sequence[Any]) -> Sequence[Any]:
 
 def warn_of_copying(data: Sequence[Any]) -> None:
     """Log a warning if loader processes will copy a large list as they read it."""
-    if isinstance(data, Chosen):
-        data = data.data
+    data = whole_of(data)
     count = len(data)
     if count < _WARNED_ITEMS or not _is_list(data):
         return

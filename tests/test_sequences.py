@@ -198,6 +198,41 @@ def test_many_items_are_had_at_once_where_that_is_offered(batched: bool) -> None
     assert ManyAtOnce.alone == group.batch_count  # by the test, which looks at one of each batch
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_many_items_of_a_share_and_of_buckets_are_had_at_once_too(batched: bool) -> None:
+    data = ManyAtOnce()
+    share = hydrax.process_share(data, process_index=1, process_count=2)
+    check_loading(share, ROWS[1::2], batched=batched, loader_count=0)
+    ManyAtOnce.alone = 0
+    groups = hydrax.bucket_by_length(
+        data, np.arange(600) % 9, [4, 8], 32, loader_arrays=lambda _: ARRAYS, remainder="short"
+    )
+    seen: list[int] = []
+    loader = load_many if batched else load
+    with Dataloader(
+        loader, groups, batched=batched, loader_count=0, end_at=("epoch", 1)
+    ) as batches:
+        for batch in batches:
+            seen += batch.arrays["x"][:, 0].tolist()
+    assert ManyAtOnce.alone == 0
+    assert sorted(seen) == ROWS[:, 0].tolist()
+
+
+@pytest.mark.parametrize("options", MODES)
+def test_shares_and_buckets_of_arrays_in_files_load(
+    h5_file: Any, mapped: Any, options: Any
+) -> None:
+    for data in (h5_file["group/rows"], mapped):
+        share = hydrax.process_share(data, process_index=1, process_count=2)
+        check_loading(share, ROWS[1::2], **options)
+        (bucket,) = hydrax.bucket_by_length(
+            data, [3] * 600, [4], 32, loader_arrays=lambda _: ARRAYS, too_long="drop"
+        )
+        check_loading(bucket.data, **options)
+        if isinstance(data, np.memmap):  # its rows stay in the file
+            assert len(dumps(bucket.data)) < 10_000
+
+
 def test_too_few_items_at_once_are_an_error() -> None:
     class TooFew(MapStyle):
         def __getitems__(self, indices: list[int]) -> list[Any]:
