@@ -50,6 +50,9 @@ enum hx_status hx_mapping_open(int fd, uint64_t nbytes, struct hx_mapping **out)
 enum hx_status hx_mapping_populate(const struct hx_mapping *mapping)
 {
     int result;
+    /* The disk is asked for all of it at once, rather than for a window ahead of each fault. It is
+     * advice: whatever comes of it, the next call tells. */
+    madvise(mapping->data, mapping->nbytes, MADV_WILLNEED);
     do {
         result = madvise(mapping->data, mapping->nbytes, MADV_POPULATE_READ);
     } while (result != 0 && (errno == EINTR || errno == EAGAIN));
