@@ -463,10 +463,10 @@ def layouts_of(descriptor: Mapping[str, Any]) -> Mapping[str, ArrayLayout]:
 
 
 def batch_files(folder: str) -> Iterator[os.DirEntry[str]]:
-    """The files of batches in a folder."""
+    """The files of batches in a folder, and what else has such a name."""
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.endswith(BATCH_SUFFIX) and entry.is_file(follow_symlinks=False):
+            if entry.name.endswith(BATCH_SUFFIX) and not entry.is_dir(follow_symlinks=False):
                 yield entry
 
 

@@ -88,7 +88,7 @@ def info(folder: str | os.PathLike[str]) -> CacheInfo:
         per_epoch = whole + (rest > 0 and facts["remainder"] != "drop")
     except (KeyError, TypeError, ArithmeticError) as error:
         raise CacheError(f"the descriptor in {os.fspath(folder)!r} lacks {error}") from error
-    sizes = [entry.stat().st_size for entry in batch_files(os.fspath(folder))]
+    sizes = [entry.stat(follow_symlinks=False).st_size for entry in batch_files(os.fspath(folder))]
     return CacheInfo(MappingProxyType(facts), per_epoch, len(sizes), sum(sizes))
 
 
@@ -133,7 +133,7 @@ def verify(folder: str | os.PathLike[str]) -> Iterator[DamagedFile]:
         try:
             cache.read(Key(int(name[1]), int(name[2])), None)
         except DamagedFileError as error:
-            if os.path.exists(error.path):  # it may have been removed meanwhile
+            if os.path.lexists(error.path):  # it may have been removed meanwhile
                 yield DamagedFile(error.path, error.reason)
 
 

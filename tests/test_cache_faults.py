@@ -301,9 +301,15 @@ def test_what_is_no_plain_file_is_reported_and_never_waited_for(load, tmp_path, 
     os.mkfifo(path_of(tmp_path, 1))
     path_of(tmp_path, 2).symlink_to("/dev/zero")
     path_of(tmp_path, 3).symlink_to(path_of(tmp_path, 3))
+    assert [file.path for file in caches.verify(tmp_path / "cache")] == [
+        str(path_of(tmp_path, number)) for number in (1, 2, 3)
+    ]
+    assert caches.info(tmp_path / "cache").batch_count == BATCHES
     assert right_batches(load, make_group(tmp_path, cache_readonly=True)) == BATCHES
     assert load.taken() == [1, 2, 3]
     assert caplog.text.count("it is no plain file") == 2
+    assert caches.clear(tmp_path / "cache") == BATCHES
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_a_descriptor_without_an_end_is_not_read_to_its_end(tmp_path):
