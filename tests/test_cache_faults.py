@@ -127,6 +127,22 @@ def test_r92_a_damaged_file_is_reported_with_its_path_and_loaded_again(load, tmp
     assert list(caches.verify(tmp_path / "cache")) == []
 
 
+@pytest.mark.parametrize("how", ["truncated", "longer", "arrays"])
+@pytest.mark.parametrize("cacher_count", [0, 1])
+def test_r92_what_is_damaged_after_it_was_verified_is_found_too(
+    load, tmp_path, caplog, how, cacher_count
+):
+    group = make_group(tmp_path, shuffle_later="repeat")
+    with Dataloader(load, group, end_at=("epoch", 3), cacher_count=cacher_count) as dataloader:
+        assert sum(map(is_right, itertools.islice(dataloader, 2 * BATCHES))) == 2 * BATCHES
+        assert load.taken() == list(range(BATCHES))
+        damage(path_of(tmp_path, 7), how)  # in place, and not among those that are mapped ahead
+        assert sum(map(is_right, dataloader)) == BATCHES
+    assert load.taken() == [7]
+    assert str(path_of(tmp_path, 7)) in caplog.text
+    assert list(caches.verify(tmp_path / "cache")) == []
+
+
 def test_r92_every_flipped_byte_is_found(load, tmp_path):
     specs = {"x": ((3,), np.uint8, np.uint8), "y": ((), np.int16, np.int16)}
 
