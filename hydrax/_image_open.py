@@ -47,13 +47,12 @@ class _ProfileError(Exception):
     """An embedded profile cannot be used; the text says why."""
 
 
-# Programs that catch what Pillow raises catch these, too.
 class UnknownImageError(ImageError, UnidentifiedImageError):
-    """The content is no image of a known format."""
+    """The content is no image of a known format; also caught as Pillow's error."""
 
 
 class TooLargeImageError(ImageError, Image.DecompressionBombError):
-    """The image has more pixels than the limit."""
+    """The image has more pixels than the limit; also caught as Pillow's error."""
 
 
 def open_srgb(
@@ -88,8 +87,8 @@ def open_srgb(
 
     Raises:
         ImageError: The content is empty, damaged, cut off, not an image, or larger than the limit
-            of :func:`set_max_image_pixels`; names the file and the reason. It is also Pillow's
-            ``UnidentifiedImageError`` or ``DecompressionBombError`` where Pillow raises one.
+            of :func:`set_max_image_pixels`; names the file and the reason. It is an
+            :class:`UnknownImageError` or a :class:`TooLargeImageError` where Pillow has its own.
         FileNotFoundError, PermissionError, IsADirectoryError: As ``open`` raises them.
         TypeError: ``formats`` or ``convert`` is of the wrong kind.
         ValueError: ``mode`` is not one that sRGB can be converted to, or ``convert`` names no

@@ -34,12 +34,19 @@ from hydrax._image_convert import (
     convert_srgb_to_oklab_frac_hwc,
     is_floating,
 )
-from hydrax._image_open import open_srgb, set_max_image_pixels
+from hydrax._image_open import (
+    TooLargeImageError,
+    UnknownImageError,
+    open_srgb,
+    set_max_image_pixels,
+)
 
 __all__ = [
     "CONVERT_PERCEPTUAL",
     "CONVERT_RELATIVE",
     "Coefs",
+    "TooLargeImageError",
+    "UnknownImageError",
     "convert_balanced_to_frac_chw",
     "convert_balanced_to_frac_hwc",
     "convert_frac_to_balanced_chw",

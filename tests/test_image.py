@@ -264,6 +264,7 @@ def test_errors_are_also_those_that_pillow_raises(monkeypatch):
         assert isinstance(caught.value, ImageError)
         again = pickle.loads(pickle.dumps(caught.value))
         assert (type(again), str(again)) == (type(caught.value), str(caught.value))
+        assert type(again).__module__ == "hydrax.image"
 
 
 @pytest.mark.parametrize("convert", [None, 1, (1,), "relative"])
