@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numbers
 import operator
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,31 @@ def check_choice(name: str, value: Any, choices: Sequence[str], *, otherwise: st
         raise ValueError(
             f"{name} is {value!r:.80}; expected one of {', '.join(choices)}{otherwise}"
         )
+
+
+def check_path(name: str, value: Any) -> str:
+    """Value, a string or a path, as a string.
+
+    Example:
+        >>> check_path("root", None)
+        Traceback (most recent call last):
+        TypeError: root is None; expected a string or a path
+    """
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name} is {value!r:.80}; expected a string or a path")
+    return os.fsdecode(value)
+
+
+def check_several(name: str, value: Any, expected: str) -> None:
+    """Make sure that value can be iterated over and is no text; expected says what is to come.
+
+    Example:
+        >>> check_several("lengths", 3, "one integer for each item")
+        Traceback (most recent call last):
+        TypeError: lengths is 3; expected one integer for each item
+    """
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} is {value!r:.80}; expected {expected}")
 
 
 def check_start(start_at: Any) -> tuple[int, int]:

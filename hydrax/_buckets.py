@@ -11,9 +11,9 @@ from typing import Any, Literal, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from hydrax._arguments import check_int
+from hydrax._arguments import check_int, check_several
 from hydrax._datagroup import DataGroup
-from hydrax._sequences import Chosen
+from hydrax._sequences import Chosen, as_sequence
 
 __all__ = ["PackPlan", "TooLong", "bucket_by_length", "pack_sequences"]
 
@@ -71,6 +71,8 @@ def bucket_by_length(
         >>> [(list(group), group.loader_layouts["letters"].shape) for group in groups]
         [(['a', 'be', 'to'], (3, 2)), (['bucket', 'boundary'], (2, 8))]
     """
+    data = as_sequence(data)
+    check_several("boundaries", boundaries, "ascending lengths")
     edges = [check_int("a boundary", edge, minimum=0) for edge in boundaries]
     if not edges or any(low >= high for low, high in itertools.pairwise(edges)):
         raise ValueError(f"boundaries is {list(boundaries)}; expected ascending lengths")
@@ -96,6 +98,7 @@ def bucket_by_length(
 
 
 def _check_lengths(lengths: Any, count: int | None) -> npt.NDArray[np.int64]:
+    check_several("lengths", lengths, "one integer for each item")
     values = np.asarray(lengths if hasattr(lengths, "__len__") else list(lengths))
     if values.ndim != 1 or (values.dtype.kind not in "iu" and values.size):
         raise TypeError(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from types import NoneType
 from typing import Any, Generic, Literal, TypeAlias, TypeVar, overload
 
-from hydrax._arguments import check_bool, check_choice, check_int
+from hydrax._arguments import check_bool, check_choice, check_int, check_path
 from hydrax._sequences import as_sequence
 from hydrax._specs import ArrayLayout, ArraySpec, Ragged, lay_out, parse_specs
 
@@ -107,9 +107,9 @@ class DataGroup(Sequence[D], Generic[D]):
         if loader_arrays is None and cache_location is None:
             raise ValueError("cache_location is missing; without loader_arrays all comes from it")
         self._specs = () if loader_arrays is None else parse_specs("loader_arrays", loader_arrays)
-        if not isinstance(cache_location, (str, os.PathLike, NoneType)):
-            raise TypeError(f"cache_location is {cache_location!r:.80}; expected a string or path")
-        self._cache_location = None if cache_location is None else os.fsdecode(cache_location)
+        self._cache_location = (
+            None if cache_location is None else check_path("cache_location", cache_location)
+        )
         self._cache_specs: tuple[ArraySpec, ...] | None = None
         if cache_arrays is not None:
             self._cache_specs = parse_specs("cache_arrays", cache_arrays)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from hydrax._arguments import check_int
 from hydrax._convert import convert
 from hydrax._item_errors import about_item
 from hydrax._specs import length_name
@@ -147,6 +148,9 @@ def length_mask(lengths: Any, max_length: int) -> Any:
     Returns:
         Bool array of shape ``(..., max_length)``.
 
+    Raises:
+        TypeError: The lengths or max_length are no integers.
+
     Example:
         >>> length_mask([2, 0, 3], 3)
         array([[ True,  True, False],
@@ -154,5 +158,12 @@ def length_mask(lengths: Any, max_length: int) -> Any:
                [ True,  True,  True]])
     """
     if not hasattr(lengths, "dtype"):
-        lengths = np.asarray(lengths, np.int32)
-    return lengths[..., None] > np.arange(max_length, dtype=lengths.dtype)
+        lengths = np.asarray(lengths)
+        if lengths.size == 0:
+            lengths = lengths.astype(np.int32)
+    if lengths.dtype.kind not in "iu":
+        raise TypeError(f"lengths has dtype {lengths.dtype}; expected integers")
+    if lengths.dtype.itemsize < 4:
+        lengths = lengths.astype(np.int32)  # which holds every max_length
+    size = check_int("max_length", max_length, minimum=0, maximum=2**31 - 1)
+    return lengths[..., None] > np.arange(size, dtype=lengths.dtype)

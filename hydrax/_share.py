@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hydrax._arguments import check_int
-from hydrax._sequences import Chosen
+from hydrax._sequences import Chosen, as_sequence
 
 __all__ = ["process_share"]
 
@@ -55,6 +55,7 @@ def process_share(
     index = check_int("process_index", process_index, minimum=0)
     if index >= count:
         raise ValueError(f"process_index is {index}; expected one below process_count, {count}")
+    data = as_sequence(data)
     length, rest = divmod(len(data), count)
     if length == 0:
         raise ValueError(

@@ -20,7 +20,19 @@ import pytest
 from isolated.run import run_script
 
 import hydrax
-from hydrax import ArenaMemoryError, DataGroup, Dataloader, TrainingBatch, ValidationBatch
+from hydrax import (
+    ArenaMemoryError,
+    DataGroup,
+    Dataloader,
+    TrainingBatch,
+    ValidationBatch,
+    bucket_by_length,
+    length_mask,
+    loaders,
+    pack_sequences,
+    process_share,
+)
+from hydrax.data.hdf5_loader import HDF5Loader
 
 SPECS = {"x": ((4,), np.float32, np.float32)}
 HUGE = 2**62
@@ -226,6 +238,31 @@ def test_a_dataloader_refuses_bad_input_and_names_the_argument():
         Dataloader(arguments.pop("loader_func"), arguments.pop("training"), **arguments)
 
     assert wrong_answers(BAD_LOADERS, construct) == {}
+
+
+BAD_CALLS = {
+    "bucket data": (lambda: bucket_by_length(5, [1], [2], 1, loader_arrays=dict), "data is int"),
+    "bucket lengths": (
+        lambda: bucket_by_length("ab", 5, [2], 1, loader_arrays=dict), "lengths is 5"),
+    "bucket boundaries": (
+        lambda: bucket_by_length("ab", [1, 1], 2, 1, loader_arrays=dict), "boundaries is 2"),
+    "pack lengths": (lambda: pack_sequences(None, 8), "lengths is None"),
+    "lengths of text": (lambda: pack_sequences("12", 8), "lengths is '12'"),
+    "share data": (lambda: process_share(None, 0, 1), "data is NoneType"),
+    "share of a frame": (lambda: process_share(pd.DataFrame({"a": [1]}), 0, 1), "RowData"),
+    "mask lengths": (lambda: length_mask([1.5], 3), "lengths has dtype float64"),
+    "mask lengths of text": (lambda: length_mask("3", 3), "lengths has dtype <U1"),
+    "mask length": (lambda: length_mask([1], 3.0), "max_length is 3.0"),
+    "parquet paths": (lambda: loaders.ParquetLoader(None), "paths is None"),
+    "parquet path": (lambda: loaders.ParquetLoader([3]), "paths is 3"),
+    "image root": (lambda: loaders.ImageFolder(None, 8), "root is None"),
+    "HDF5 file": (lambda: HDF5Loader(3), "file is 3"),
+}  # fmt: skip
+
+
+def test_other_functions_and_loaders_name_the_argument_too():
+    cases = {case: (make, TypeError, names) for case, (make, names) in BAD_CALLS.items()}
+    assert wrong_answers(cases, lambda make: make()) == {}
 
 
 def test_options_are_keyword_only_and_unknown_ones_are_refused():

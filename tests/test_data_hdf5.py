@@ -358,7 +358,7 @@ def test_data_larger_than_memory_take_as_much_memory_as_the_cache(tmp_path: Path
         ((COLLECTED, "/chain~1"), KeyError, r"no '/chain~1'; at its top there are \['chain~0'\]"),
         ((COLLECTED, "/chain~0", []), ValueError, "no leaves"),
         ((COLLECTED, "/chain~0", 1), ValueError, "1 leaves, but 19 were"),
-        ((3,), TypeError, "int"),
+        ((3,), TypeError, "file is 3"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: Any, error: type[Exception], message: str) -> None:

@@ -275,3 +275,11 @@ def test_masks_come_from_lengths(make_array):
     mask = length_mask(make_array([[1, 0], [3, 2]]), 3)
     assert mask.tolist() == [[[1, 0, 0], [0, 0, 0]], [[1, 1, 1], [1, 1, 0]]]
     assert mask.dtype == bool
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.int32, np.int64])
+@pytest.mark.parametrize("place", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_a_mask_may_be_longer_than_the_dtype_of_the_lengths_can_say(dtype, place):
+    mask = length_mask(place(np.array([0, 100], dtype)), 300)
+    assert type(mask) is type(place(np.zeros(1)))
+    assert np.asarray(mask).sum(axis=1).tolist() == [0, 100]

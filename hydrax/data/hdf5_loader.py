@@ -21,6 +21,7 @@ try:
 except ImportError as error:
     raise ImportError("hydrax.data.hdf5_loader needs h5py; install hydrax[hdf5]") from error
 
+from hydrax._arguments import check_path
 from hydrax.data._draws import Chain, Selections
 from hydrax.data._hdf5 import NameTree, RowReader, find_data_sets
 from hydrax.data._host import SourceDataLoader
@@ -88,7 +89,7 @@ class HDF5Loader(SourceDataLoader):
             raise TypeError(
                 "file is an open h5py.File, expected its path: loader processes cannot share it"
             )
-        path = os.path.abspath(os.fspath(file))
+        path = os.path.abspath(check_path("file", file))
         found = find_data_sets(path, subdir)
         self._treedef, names = _assign(path, subdir, found, sample)
         self._reader = RowReader(path, names)

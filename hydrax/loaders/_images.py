@@ -17,7 +17,7 @@ except ImportError as error:
     raise ImportError("ImageFolder needs Pillow; install hydrax[image]") from error
 
 from hydrax import image as hydrax_image
-from hydrax._arguments import check_int
+from hydrax._arguments import check_int, check_path
 from hydrax.loaders._base import ReadyLoader
 
 __all__ = ["ImageFolder"]
@@ -83,7 +83,7 @@ class ImageFolder(ReadyLoader):
     ) -> None:
         if mode not in ("L", "RGB", "RGBA"):
             raise ValueError(f"mode is {mode!r}; expected 'L', 'RGB' or 'RGBA'")
-        self._root = os.path.abspath(root)
+        self._root = os.path.abspath(check_path("root", root))
         sides = size if isinstance(size, (tuple, list)) else (size, size)
         if len(sides) != 2:
             raise ValueError(f"size is {size!r}; expected (height, width), or one number for both")

@@ -16,7 +16,7 @@ try:
 except ImportError as error:
     raise ImportError("ParquetLoader needs pyarrow; install hydrax[parquet]") from error
 
-from hydrax._arguments import check_int
+from hydrax._arguments import check_int, check_path, check_several
 from hydrax._item_errors import about_item
 from hydrax.loaders._arrays import gather
 from hydrax.loaders._base import ReadyLoader, check_rows
@@ -69,8 +69,10 @@ class ParquetLoader(ReadyLoader):
     ) -> None:
         if isinstance(columns, str):
             raise TypeError(f"columns is {columns!r}; expected a list of names")
-        several = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-        self._paths = [os.path.abspath(path) for path in several]
+        if isinstance(paths, (str, os.PathLike)):
+            paths = [paths]
+        check_several("paths", paths, "the path of a file, or several")
+        self._paths = [os.path.abspath(check_path("one of paths", path)) for path in paths]
         self._keep_nbytes = check_int("keep_nbytes", keep_nbytes, minimum=0)
         if not self._paths:
             raise ValueError("there are no paths")
