@@ -232,7 +232,7 @@ def main() -> None:
         print(table_row(target, values_of[name]))
     print()
     print(
-        f"{harness.WORKER_COUNT} worker processes unless said; {seconds:g} s each; medians of "
+        f"{harness.WORKER_COUNT} loader processes unless said; {seconds:g} s each; medians of "
         f"{rounds} round{'s' * (rounds > 1)}, ratios within a round."
     )
     print(f"Machine: {machine()}.")
