@@ -12,8 +12,8 @@ _UNLIMITED = 2**60
 
 
 def available_nbytes() -> int:
-    """Bytes that this process can still take: of the machine, its control groups, its own limit."""
-    limits = [_machine_available(), _process_available()]
+    """Bytes that an arena can take: of the machine, its control groups, this process's limits."""
+    limits = [_machine_available(), _process_available(), _largest_file()]
     limits.extend(_group_available())
     return min(limits)
 
@@ -45,6 +45,12 @@ def _process_available() -> int:
         return _UNLIMITED
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     return max(limit - pages * resource.getpagesize(), 0)
+
+
+def _largest_file() -> int:
+    """Bytes that a file may have (``ulimit -f``): in the eyes of the kernel an arena is one."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return _UNLIMITED if limit == resource.RLIM_INFINITY else limit
 
 
 def _read_int(path: Path) -> int | None:

@@ -38,6 +38,15 @@ def test_a_limit_of_the_process_itself_counts():
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+def test_a_limit_on_the_size_of_files_counts():
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+    try:
+        assert available_nbytes() == 2**20
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 @pytest.fixture
 def memory_group():
     """A control group of which the memory can be limited: its folder, and the limit's file."""
