@@ -71,7 +71,10 @@ def find_data_sets(path: str, subdir: str) -> NameTree:
     root = "/" + subdir.strip("/")
     with _open(path) as file:
         if root not in file:
-            raise KeyError(f"{path} has no {root!r}; at its top there are {sorted(file.keys())}")
+            raise KeyError(
+                f"{path} has no {root!r}; at its top there are {sorted(file.keys())}; "
+                "subdir names the group that is read, '/' all"
+            )
         names = names_below(file[root], root.rstrip("/"))
     if not names:
         raise ValueError(f"{path} has no data set below {root!r}")
