@@ -107,6 +107,7 @@ class Dataloader(Generic[D]):
 
     Example:
         >>> import numpy as np
+        >>> from hydrax import DataGroup, Dataloader
         >>> def load(number, arrays, seed):
         ...     arrays["x"][:] = number
         >>> group = DataGroup(2, range(4), loader_arrays={"x": ((3,), np.float32, np.float32)})
