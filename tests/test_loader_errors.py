@@ -399,7 +399,8 @@ def raise_if_in_main():
 def test_a_result_that_cannot_be_rebuilt_in_the_main_process_is_not_laid_to_one_other_item():
     error = the_error(doing_at(7, lambda: {"thing": NotRebuiltElsewhere()}))
     assert "cannot be rebuilt" in str(error)
-    assert "reading the result of items from 5 " in str(error)
+    # How many items before it were loaded together with it is up to the worker.
+    assert re.search("reading the result of items from [567] ", str(error))
 
 
 def test_additional_results_of_any_size_come_back_in_item_order():
