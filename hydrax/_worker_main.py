@@ -10,6 +10,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Protocol
 
@@ -76,12 +77,29 @@ def leave_group(pid: int) -> None:
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
-    """Hold back all signals, so that a fresh process is not hit before it is ready for them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    """Hold back all signals, so that a fresh process is not hit before it is ready for them.
+
+    Another thread, of a library, may get one all the same. Ctrl+C then waits for the end, too: what
+    its handler raises in what Python calls before and after a fork would be lost.
+    """
+    came: list[int] = []
+    handler = signal.getsignal(signal.SIGINT)
+    is_deferred = callable(handler) and threading.current_thread() is threading.main_thread()
+    # Blocking may raise what came just before it, so that what is to be undone is known before.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        if is_deferred:
+            signal.signal(signal.SIGINT, lambda signum, _: came.append(signum))
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        try:
+            if is_deferred:
+                signal.signal(signal.SIGINT, handler)
+                for signum in came[:1]:
+                    signal.raise_signal(signum)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _offer_to_die_first() -> None:

@@ -524,6 +524,31 @@ def test_sigint_ends_the_waiting_for_a_batch(loader_count):
     timer.join()
 
 
+def test_sigint_is_not_lost_in_what_python_calls_after_a_fork():
+    pids = []  # a hook stays for good; it does nothing once this is empty
+
+    def interrupt():  # exceptions of it are not raised
+        if pids:
+            os.kill(pids.pop(), signal.SIGINT)
+            time.sleep(0.05)  # another thread gets it meanwhile
+
+    os.register_at_fork(after_in_parent=interrupt)
+    is_over = threading.Event()
+    thread = threading.Thread(target=is_over.wait)
+    thread.start()
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        pids.append(os.getpid())
+        with pytest.raises(KeyboardInterrupt), Dataloader(fill, numbers(), loader_count=2):
+            pytest.fail("the signal is lost")
+    finally:
+        is_over.set()
+        thread.join()
+    assert not pids
+    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+
+
 def test_interrupt_from_another_thread_ends_the_waiting_for_a_batch():
     def load(number, arrays, seed):
         arrays["x"][:] = number
