@@ -105,9 +105,10 @@ class Batch(Generic[D]):
         Raises:
             IndexError: The batch has no such item.
         """
-        values = self._additional.get(key)
-        filled = [default if value is None else value for value in values or [None] * len(self)]
-        return filled if index is None else filled[index]
+        values = self._additional.get(key) or [None] * len(self)
+        if index is not None:
+            return default if values[index] is None else values[index]
+        return [default if value is None else value for value in values]
 
     @property
     def data(self) -> Sequence[D]:
