@@ -21,6 +21,18 @@ struct scheduling {
     uint64_t period;
 };
 
+static bool is_foreign;
+
+static void become_foreign(void)
+{
+    is_foreign = true;
+}
+
+bool hx_process_is_foreign(void)
+{
+    return is_foreign;
+}
+
 /* The guard's thread: argument is the pidfd, as a pointer-sized integer. */
 static void *guard_main(void *argument)
 {
@@ -39,7 +51,9 @@ enum hx_status hx_process_guard(int trainer_fd)
     pthread_attr_t attributes;
     pthread_t thread;
     sigset_t all, before;
-    int error = pthread_attr_init(&attributes);
+    int error = pthread_atfork(NULL, NULL, become_foreign);
+    if (error == 0)
+        error = pthread_attr_init(&attributes);
     if (error == 0) {
         pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
         pthread_attr_setstacksize(&attributes, (size_t)64 * 1024);

@@ -2,6 +2,7 @@
 #ifndef HX_PROCESS_H
 #define HX_PROCESS_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "hx_status.h"
@@ -10,6 +11,11 @@
  * behind trainer_fd has ended, whatever they are doing then: a thread of its own waits for it.
  * Takes trainer_fd. Returns HX_OK, HX_SYSTEM. */
 enum hx_status hx_process_guard(int trainer_fd);
+
+/* Whether this process was forked from one that has a guard: from a loader process, by its loader
+ * function. It has the memory, the descriptors and the work of that one, and must leave the work
+ * alone. */
+bool hx_process_is_foreign(void);
 
 /* Let threads with the usual time slice preempt the calling thread when they wake, by taking
  * slices of slice_ns instead (sched_setattr(2), Linux 6.12 and later). Where the kernel does not

@@ -1,6 +1,7 @@
 /* Types Plan (one batch to load) and Run (items of it that a worker has taken). */
 #include "hx_atomic.h"
 #include "hx_plan.h"
+#include "hx_process.h"
 #include "hx_slot.h"
 #include "py_common.h"
 #include "py_errors.h"
@@ -177,6 +178,21 @@ static void run_dealloc(PyObject *object)
     core_free_instance(object);
 }
 
+static int check_open(struct run_object *self)
+{
+    if (self->is_ended) {
+        PyErr_SetString(PyExc_RuntimeError, "the run has ended");
+        return -1;
+    }
+    if (hx_process_is_foreign()) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "a process that was forked in a loader function has come back from it; "
+                        "end it there with os._exit()");
+        return -1;
+    }
+    return 0;
+}
+
 static PyObject *run_begin(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
 {
     struct run_object *self = (struct run_object *)object;
@@ -188,7 +204,7 @@ static PyObject *run_begin(PyObject *object, PyObject *const *args, Py_ssize_t n
     }
     item = PyLong_AsUnsignedLong(args[0]);
     seed = PyLong_AsUnsignedLongLongMask(args[1]);
-    if (PyErr_Occurred())
+    if (PyErr_Occurred() || check_open(self) != 0)
         return NULL;
     hx_store_relaxed_u32(&self->arena->workers[self->worker].item, (uint32_t)item);
     return PyBool_FromLong(core_random_begin(seed));
@@ -215,13 +231,10 @@ static int write_results(struct run_object *self, PyObject *payload, uint64_t *o
     return 0;
 }
 
-static int check_open(struct run_object *self)
+static PyObject *run_check(PyObject *object, PyObject *unused)
 {
-    if (self->is_ended) {
-        PyErr_SetString(PyExc_RuntimeError, "the run has ended");
-        return -1;
-    }
-    return 0;
+    (void)unused;
+    return check_open((struct run_object *)object) == 0 ? Py_NewRef(Py_None) : NULL;
 }
 
 static PyObject *run_complete(PyObject *object, PyObject *payload)
@@ -321,6 +334,8 @@ static PyMethodDef run_methods[] = {
     {"begin", (PyCFunction)(void (*)(void))run_begin, METH_FASTCALL,
      "begin(item, seed, /)\n--\n\nSay which item is loaded now, counted within the batch.\n\n"
      "Returns whether numpy.random was drawn from since the last begin()."},
+    {"check", run_check, METH_NOARGS,
+     "check()\n--\n\nRaise if it has ended, or is the work of the process that forked this one."},
     {"complete", run_complete, METH_O,
      "complete(results, /)\n--\n\nEnd the run; results is bytes for the trainer, or None."},
     {"fail", (PyCFunction)(void (*)(void))run_fail, METH_FASTCALL,

@@ -270,6 +270,8 @@ class ItemLoader:
             except _ItemError as failed:
                 self._skip(group, failed, skipped)
                 item = failed.item + 1
+            finally:
+                run.check()  # the loader function may have forked
 
     def _call_each(
         self,
@@ -405,6 +407,8 @@ class ItemLoader:
             results = _checked_batch_result(result, count)
         except BaseException as error:
             raise _ItemError(first + item_of(error, count), "loading") from error
+        finally:
+            run.check()
         if group.loaded_dtypes:
             _convert_parts(parts, slot, group.loaded_dtypes, first, count)
         if self._job.is_debug:

@@ -254,6 +254,35 @@ def test_a_loader_may_fork_and_leave_threads_behind():
     assert time.monotonic() - start_s < 5
 
 
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("way_back", ["raises", "returns"])
+def test_a_forked_child_that_comes_back_from_the_loader_function_does_not_load(
+    way_back, batched, capfd
+):
+    def load(number, arrays, seed):
+        pid = os.fork()
+        if pid == 0:
+            if way_back == "raises":
+                raise RuntimeError("in the child")
+            return
+        os.waitpid(pid, 0)
+        arrays["x"][:] = np.reshape(number, (-1, 1))
+
+    with Dataloader(
+        load,
+        DataGroup(10, range(30), loader_arrays={"x": ((4,), np.int16, np.float32)}),
+        batched=batched,
+        end_at=("epoch", 1),
+        on_error="skip_item",
+        timeout_sec=TIMEOUT_S,
+    ) as dataloader:
+        for batch in dataloader:
+            assert batch.mask.all()
+            assert batch.arrays["x"][:, 0].tolist() == list(batch.data)
+            del batch
+    assert "end it there with os._exit()" in capfd.readouterr().err
+
+
 # How they end
 
 

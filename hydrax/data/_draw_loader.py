@@ -111,6 +111,7 @@ class DrawLoader:
                 [part.reshape(count, mb_size, *part.shape[1:]) for part in parts],
                 mask[start:stop].reshape(count, mb_size),
             )
+        run.check()  # a loader function may have forked
         for label, part, slot in zip(self._job.labels, parts, slots, strict=True):
             if part is not slot:
                 convert(label, part, slot)
