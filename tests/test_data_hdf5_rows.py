@@ -325,3 +325,36 @@ def test_memory_for_reading_stays_small_whatever_is_read_at_once(tmp_path: Path)
         tracemalloc.stop()
     assert not array.any()
     assert peak < 2**25
+
+
+def test_a_link_to_another_file_is_followed(tmp_path: Path) -> None:
+    name, other = str(tmp_path / "links.h5"), str(tmp_path / "other.h5")
+    values = np.arange(1000, dtype=np.float64)
+    with h5py.File(other, "w") as file:
+        file["x"] = values
+        file.create_dataset("chunked", data=values, chunks=(100,))
+    with h5py.File(name, "w") as file:
+        file["own"] = -values  # as large as the other, so that its places exist in both
+        file["chunked"] = h5py.ExternalLink(other, "/chunked")
+        file["x"] = h5py.ExternalLink(other, "/x")
+        file["group"] = h5py.ExternalLink(other, "/")
+    assert find_data_sets(name, "/")["group"] == {"chunked": "/group/chunked", "x": "/group/x"}
+    names = ["/x", "/chunked", "/group/x", "/own"]
+    rows = np.array([5, 3, 999])
+    arrays = [np.zeros(3) for _ in names]
+    RowReader(name, names).read(rows, arrays)
+    assert [array.tolist() for array in arrays] == [[5, 3, 999]] * 3 + [[-5, -3, -999]]
+
+
+def test_links_that_lead_nowhere_or_back_are_named(tmp_path: Path) -> None:
+    name = str(tmp_path / "links.h5")
+    with h5py.File(name, "w") as file:
+        file["back/x"] = np.arange(3)
+        file["back/up"] = h5py.SoftLink("/")
+        file["lost/x"] = h5py.SoftLink("/nothing")
+        file["fine/x"] = h5py.SoftLink("/back/x")
+    with pytest.raises(ValueError, match=r"a link leads from '/back/up' of .* back to"):
+        find_data_sets(name, "/")
+    with pytest.raises(KeyError, match=r"the link /lost/x of .* leads nowhere"):
+        find_data_sets(name, "lost")
+    assert find_data_sets(name, "fine") == {"x": "/fine/x"}

@@ -53,17 +53,23 @@ def find_data_sets(path: str, subdir: str) -> NameTree:
 
     Raises:
         FileNotFoundError: There is no such file.
-        KeyError: There is no such group or data set in it.
-        ValueError: There is no data set below the group.
+        KeyError: There is no such group or data set in it, or a link leads nowhere.
+        ValueError: There is no data set below the group, or links lead from a group to itself.
     """
 
-    def names_below(node: Any, name: str) -> NameTree:
+    def names_below(node: Any, name: str, above: Sequence[Any]) -> NameTree:
         if isinstance(node, h5py.Dataset):
             return name
+        if node in above:
+            raise ValueError(f"a link leads from {name!r} of {path} back to {node.name!r}")
         below: dict[str, NameTree] = {}
         for key in sorted(node.keys()):
-            if isinstance(node[key], h5py.Dataset | h5py.Group) and (
-                names := names_below(node[key], f"{name}/{key}")
+            try:
+                child = node[key]
+            except KeyError:
+                raise KeyError(f"the link {name}/{key} of {path} leads nowhere") from None
+            if isinstance(child, h5py.Dataset | h5py.Group) and (
+                names := names_below(child, f"{name}/{key}", [*above, node])
             ):
                 below[key] = names
         return below
@@ -75,7 +81,7 @@ def find_data_sets(path: str, subdir: str) -> NameTree:
                 f"{path} has no {root!r}; at its top there are {sorted(file.keys())}; "
                 "subdir names the group that is read, '/' all"
             )
-        names = names_below(file[root], root.rstrip("/"))
+        names = names_below(file[root], root.rstrip("/"), [])
     if not names:
         raise ValueError(f"{path} has no data set below {root!r}")
     return names
@@ -184,7 +190,13 @@ class _OpenFile:
             for spec in specs:
                 if _describe(path, self._file, spec.name) != (spec, row_count):
                     raise OSError(f"{path} is not as it was: {spec.name} has changed")
-            self._sets = [_Rows(self._file[s.name], s, descriptor) for s in specs]
+            sets = [self._file[spec.name] for spec in specs]
+            # A link can lead to another file, which the descriptor is not of.
+            number = _file_number(self._file)
+            self._sets = [
+                _Rows(data_set, spec, descriptor if _file_number(data_set) == number else None)
+                for data_set, spec in zip(sets, specs, strict=True)
+            ]
         except BaseException:
             self.close()
             raise
@@ -216,7 +228,7 @@ class _Rows:
     a tenth of the time that the library needs.
     """
 
-    def __init__(self, data_set: Any, spec: DataSetSpec, descriptor: int) -> None:
+    def __init__(self, data_set: Any, spec: DataSetSpec, descriptor: int | None) -> None:
         self._data_set = data_set
         self._spec = spec
         self._descriptor = descriptor
@@ -224,7 +236,8 @@ class _Rows:
         properties = data_set.id.get_create_plist()
         chunks = data_set.chunks
         is_plain = (
-            properties.get_nfilters() == 0
+            descriptor is not None
+            and properties.get_nfilters() == 0
             and properties.get_external_count() == 0
             and data_set.id.get_type() == h5py.h5t.py_create(spec.dtype, logical=True)
         )
@@ -278,6 +291,7 @@ class _Rows:
         if offset is None:
             array[...] = self._data_set[start : start + len(array)]
         elif array.nbytes:
+            assert self._descriptor is not None
             _read_fully(self._descriptor, memoryview(array.reshape(-1).view(np.uint8)), offset)
 
     def _offset_of(self, row: int) -> int | None:
@@ -299,6 +313,11 @@ def _open(path: str, chunk_cache_nbytes: int = _CHUNK_CACHE_NBYTES[0]) -> Any:
     if not os.path.exists(path):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     return h5py.File(path, "r", rdcc_nbytes=chunk_cache_nbytes)
+
+
+def _file_number(node: Any) -> Any:
+    """What tells open files apart: that of the one that a group or data set lies in."""
+    return h5py.h5o.get_info(node.id).fileno
 
 
 def _describe(path: str, file: Any, name: str) -> tuple[DataSetSpec, int]:
