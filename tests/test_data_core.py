@@ -596,6 +596,7 @@ def test_a_batched_loader_function_draws_the_same_rows():
 
 
 DEVICES = """
+    import time
     import jax, jax.numpy as jnp, numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
     from hydrax import data
@@ -634,8 +635,25 @@ DEVICES = """
         return weights[:, None] * batch["x"]
     np.testing.assert_array_equal(
         sharded(init(seed=0), weights), np.arange(8.0)[:, None] * single[0][0])
-    release()
-    print("done")
+
+    # A callback that releases does not wait for the program that waits for it.
+    def let_go(number):
+        time.sleep(0.1)  # until the results are held
+        release()
+        return number
+    @jax.jit
+    def released(state, weights):
+        def step(state, number):
+            state, batch = get_batch(state)
+            shape = jax.ShapeDtypeStruct((), jnp.float32)
+            return state, batch["x"].sum() + jax.pure_callback(let_go, shape, number)
+        return jax.lax.scan(step, state, jnp.arange(8.0))[1], 2 * weights
+    try:
+        results = released(init(seed=0), weights)
+        jax.block_until_ready(results)
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        assert "has been released" in str(error)
+        print("done")
 """
 
 

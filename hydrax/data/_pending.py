@@ -6,6 +6,7 @@ JAX returns before a program ends. What it drew from may be released meanwhile, 
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import Any
 
 import jax
@@ -29,7 +30,12 @@ def still_pending(arrays: list[Any]) -> list[Any]:
 
 
 def wait_for_results() -> None:
-    """Wait until all results that somebody holds are there, or have failed."""
+    """Wait until all results that somebody holds are there, or have failed.
+
+    Not in a callback on a thread of JAX's: a program would wait for it, and it for the program.
+    """
+    if isinstance(threading.current_thread(), threading._DummyThread):
+        return
     for array in _arrays():
         with contextlib.suppress(Exception):  # the holder of the result gets to see it
             array.block_until_ready()
