@@ -25,12 +25,20 @@ static XLA_FFI_Error *make_error(const XLA_FFI_Api *api, const char *message)
     return api->XLA_FFI_Error_Create(&args);
 }
 
+/* XLA refuses handlers of a newer version than its own, and minor versions only add to what there
+ * is. So it is told the version that has all that is used here, that of the oldest jaxlib there may
+ * be, and not the one of the header: one build runs with every later one too. */
+#define API_MINOR 3
+#if XLA_FFI_API_MAJOR != 0 || XLA_FFI_API_MINOR < API_MINOR
+#error "written for the XLA FFI 0.3 and later minor versions"
+#endif
+
 /* XLA asks what a handler was built for before it calls it. */
 static XLA_FFI_Error *answer_metadata(XLA_FFI_CallFrame *frame)
 {
     XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)frame->extension_start)->metadata;
     metadata->api_version.major_version = XLA_FFI_API_MAJOR;
-    metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+    metadata->api_version.minor_version = API_MINOR;
     return NULL;
 }
 

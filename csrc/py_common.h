@@ -2,12 +2,12 @@
  *
  * py_* files translate between Python and hx_*; they hold no algorithms. They return None as
  * Py_NewRef(Py_None): built with the headers of a later Python, Py_RETURN_NONE takes None for
- * immortal, which it is not in the oldest Python that the limited API serves.
+ * immortal, which it is not in the oldest Python that the limited API serves. Formats have no
+ * '#', for which the oldest Python wants functions that the headers of later ones do not name.
  */
 #ifndef HX_PY_COMMON_H
 #define HX_PY_COMMON_H
 
-#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include "hx_arena.h"

@@ -214,19 +214,24 @@ static PyObject *draws_abandon(PyObject *object, PyObject *unused)
     return Py_NewRef(Py_None);
 }
 
+/* Read a key from a bytes object, borrowed. Returns 0, or -1 with an exception. */
+static int read_key(PyObject *words, struct hx_draw_key *key)
+{
+    if (PyBytes_Size(words) != (Py_ssize_t)sizeof key->words) {
+        PyErr_Format(PyExc_ValueError, "a key has %zu bytes", sizeof key->words);
+        return -1;
+    }
+    memcpy(key->words, PyBytes_AsString(words), sizeof key->words);
+    return 0;
+}
+
 static PyObject *draws_prepare(PyObject *object, PyObject *args)
 {
     struct hx_draw_key key;
     unsigned long long draw;
-    const char *words;
-    Py_ssize_t length;
-    if (!PyArg_ParseTuple(args, "y#K", &words, &length, &draw))
+    PyObject *words;
+    if (!PyArg_ParseTuple(args, "SK", &words, &draw) || read_key(words, &key) != 0)
         return NULL;
-    if (length != sizeof key.words) {
-        PyErr_SetString(PyExc_ValueError, "prepare takes a key and a draw");
-        return NULL;
-    }
-    memcpy(key.words, words, sizeof key.words);
     hx_draw_prepare(engine_of(object), &key, draw);
     return Py_NewRef(Py_None);
 }
@@ -244,20 +249,18 @@ static PyObject *draws_copy(PyObject *object, PyObject *args)
     struct hx_draw_report report;
     struct hx_draw_key key;
     unsigned long long draw;
-    const char *words;
-    Py_ssize_t length, view_count = 0;
-    PyObject *targets, *result = NULL;
+    Py_ssize_t view_count = 0;
+    PyObject *words, *targets, *result = NULL;
     Py_buffer *views = NULL;
     uint8_t **pointers = NULL;
     enum hx_status status;
     char *message = NULL;
-    if (!PyArg_ParseTuple(args, "y#KO", &words, &length, &draw, &targets))
+    if (!PyArg_ParseTuple(args, "SKO", &words, &draw, &targets) || read_key(words, &key) != 0)
         return NULL;
-    if (length != sizeof key.words || PySequence_Size(targets) != (Py_ssize_t)config->array_count) {
+    if (PySequence_Size(targets) != (Py_ssize_t)config->array_count) {
         PyErr_SetString(PyExc_ValueError, "copy takes a key, a draw and one target per array");
         return NULL;
     }
-    memcpy(key.words, words, sizeof key.words);
     views = malloc((config->array_count + 1) * sizeof *views);
     pointers = malloc((config->array_count + 1) * sizeof *pointers);
     if (views == NULL || pointers == NULL) {

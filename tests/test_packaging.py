@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import importlib.metadata
 import inspect
 from pathlib import Path
@@ -24,6 +25,54 @@ def test_package_carries_its_types() -> None:
 
 def test_extension_is_built_for_every_python_from_the_oldest_on() -> None:
     assert Path(_core.__file__).name == "_core.abi3.so"
+
+
+class _Version(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("extension_start", ctypes.c_void_p),
+        ("major", ctypes.c_int),
+        ("minor", ctypes.c_int),
+    )
+
+
+class _Metadata(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("version", _Version),
+        ("rest", ctypes.c_char * 64),
+    )
+
+
+class _Extension(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("kind", ctypes.c_int),
+        ("next", ctypes.c_void_p),
+        ("metadata", ctypes.POINTER(_Metadata)),
+    )
+
+
+class _CallFrame(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("extension_start", ctypes.POINTER(_Extension)),
+        ("rest", ctypes.c_char * 512),
+    )
+
+
+def test_handlers_run_with_the_oldest_jaxlib_whichever_they_were_built_with() -> None:
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(
+        pointer_of(_core.draw_handler(), None)
+    )
+    metadata = _Metadata()
+    extension = _Extension(kind=1, metadata=ctypes.pointer(metadata))  # asks for the version
+    frame = _CallFrame(extension_start=ctypes.pointer(extension))
+    assert handler(ctypes.addressof(frame)) is None
+    # Of jaxlib 0.10; XLA refuses what is newer than itself.
+    assert (metadata.version.major, metadata.version.minor) == (0, 3)
 
 
 def test_stub_describes_every_public_name_of_the_extension() -> None:
