@@ -20,6 +20,8 @@ from typing import Any, TypeVar, cast, overload
 
 import numpy as np
 
+from hydrax import _context
+
 __all__ = [
     "Chosen",
     "H5Rows",
@@ -291,9 +293,10 @@ class H5Rows(Sequence[Any]):
             import h5py
 
             filename, name, length = self._place
-            # Another driver than the usual one: in a forked process the library would else find the
-            # file open already, and read through what it has inherited.
-            dataset = h5py.File(filename, "r", driver="stdio")[name]
+            # Another driver than in the main process: in one that was forked from there the library
+            # would else find the file open already, and read through what it has inherited.
+            driver = "stdio" if _context.is_worker() else None
+            dataset = h5py.File(filename, "r", driver=driver)[name]
             if len(dataset) != length:
                 raise ValueError(f"{filename!r} has changed: {name!r} had {length} rows")
             self._opened = (os.getpid(), dataset)

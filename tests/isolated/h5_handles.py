@@ -1,4 +1,4 @@
-"""How often each of three processes has the file of an h5py.Dataset open; run as a script."""
+"""How often loader processes open the file of an h5py.Dataset for themselves; run as a script."""
 
 import os
 import sys
@@ -25,7 +25,9 @@ with h5py.File(sys.argv[1], "r") as file:
     group = hydrax.DataGroup(
         600, file["group/rows"], loader_arrays={"x": ((4,), np.int32, np.int32)}
     )
-    print(open_count(sys.argv[1]))
-    with hydrax.Dataloader(load, group, loader_count=2, end_at=("epoch", 1)) as batches:
-        counts = next(batches).additional["open"]
-        print(min(counts), max(counts))
+    for _ in range(2):
+        inherited = open_count(sys.argv[1])
+        with hydrax.Dataloader(load, group, loader_count=2, end_at=("epoch", 1)) as batches:
+            batch = next(batches)
+            print({count - inherited for count in batch.additional["open"]})
+            batch.get_data(0)  # read by the main process, before the next ones are forked
